@@ -17,7 +17,8 @@ from jax import lax
 from paired import compared, in_turn
 
 import quant_numerics as qn
-from quant_numerics.ops import shifted
+from jaxtap_testkit.qarray_samples import train_conv
+from quant_numerics.ops import cpu_conv
 
 # Input, window, stride, groups and outputs; NHWC.
 CASES = [
@@ -62,19 +63,19 @@ def sides(shape, window, stride, groups, outputs, kind):
     if kind == GRADIENTS:
         how, back = qn.HowToQuantize("int8"), qn.Backward("int8")
         given = {"lhs_how": how, "rhs_how": how, "backward": (back, back)}
-        conv = functools.partial(qn.train_conv_general_dilated, **options, **given)
+        conv = functools.partial(train_conv, **options, **given)
         plain, run = (functools.partial(gradients, conv=one) for one in (plain, conv))
         held = w
     else:
         run = functools.partial(forward, options=options, kind=kind)
         held = qn.quantize(w, "int8", channel_axes=(3,))
     found = {"float32": functools.partial(jax.jit(plain).lower(x, w).compile(), x, w)}
-    kept = shifted._MOST_PRODUCTS
+    kept = cpu_conv._MOST_PRODUCTS
     for name, most in (("int8", kept), ("as XLA computes it", 0)):
-        shifted._MOST_PRODUCTS = most
+        cpu_conv._MOST_PRODUCTS = most
         jax.clear_caches()  # traces of the other side
         found[name] = functools.partial(jax.jit(run).lower(x, held).compile(), x, held)
-    shifted._MOST_PRODUCTS = kept
+    cpu_conv._MOST_PRODUCTS = kept
     return found
 
 

@@ -45,7 +45,7 @@ assert (qn.unpack(packed).qvalue == q.qvalue).all()
 faked = qn.fake_quant(w.T, "nf3", channel_axes=(0,), tile_axes={1: 64})
 np.testing.assert_allclose(faked, expected.T, rtol=1e-6, atol=1e-7)
 how = qn.HowToQuantize("nf3")
-train = lambda w: qn.train_dot_general(x, w, dims, lhs_how=None, rhs_how=how).sum()
+train = lambda w: qn.Matmul(dims).train(x, w, lhs_how=None, rhs_how=how).sum()
 np.testing.assert_allclose(jax.grad(train)(w), np.tile(x.sum(0)[:, None], 24), rtol=1e-5, atol=1e-5)
 
 try:

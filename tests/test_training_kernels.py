@@ -1,6 +1,7 @@
 """Quantized training in the kernel of te-ffi-kernels beside the same in XLA."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +77,8 @@ def test_steps_have_the_same_bits(either, noise):
     def steps(key, *operands):
         found = []
         for i, (dims, *_) in enumerate(cases):
-            run = lambda x, w, dims=dims: qn.train_dot_general(  # noqa: E731
-                x, w, dims, lhs_how=INT8, rhs_how=INT8, backward=backward, key=key
+            run = functools.partial(
+                qn.Matmul(dims).train, lhs_how=INT8, rhs_how=INT8, backward=backward, key=key
             )
             value, pull = jax.vjp(run, *operands[2 * i : 2 * i + 2])
             found.append((value, pull(value)))

@@ -140,8 +140,7 @@ def ranges_of(plan, params, rules):
     """Returns the static ranges that rules ask for, as what they are an argument of takes them."""
     if not any(rule.act_static_scale for rule in rules):
         return ()
-    images = photographs.calibrating()
-    return (plan.calibrate(params, [(one[None],) for one in images]),)
+    return (plan.calibrate(params, [(photographs.calibrating(),)]),)  # a batch: extremes of all
 
 
 def make_plan(params, rules):

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import interception_core
 from interception_core import EngineSpec, UnknownNameError, hookimpl, testing
-from interception_core.testing.forms import FORMS
+from interception_core.testing.forms import FORMS, STEPS
 from interception_core.testing.programs import FORM_NAMES, Block, Form, Program, Step, programs
-from interception_core.testing.steps import STEPS
 from jaxtap_testkit.processes import run_python
 
 pytestmark = pytest.mark.sample(2)

@@ -202,3 +202,35 @@ def test_saved_and_loaded(tmp_path):
     jt.save(tmp_path / "m.safetensors", stored, plan)
     again = jt.load(tmp_path / "m.safetensors", plan=plan)
     np.testing.assert_array_equal(plan.apply()(again, x), plan.apply()(stored, x))
+
+
+def test_a_plan_of_a_third_party_without_a_method():
+    class Plain:
+        problems, weights = (), ()
+
+        def quantize(self, params):
+            return params
+
+        def apply(self, fn):
+            return fn
+
+    class Provider:
+        engine, disable_jit = None, False
+
+        def interceptor(self):
+            raise NotImplementedError
+
+        def apply(self, fn):
+            return fn
+
+        def plan(self, fn, params, *args):
+            return Plain()
+
+    with pytest.raises(jt.QuantizationError, match=r"jaxtap\.report needs report\(\), got a Plain"):
+        jt.report(lambda w, x: x @ w, jnp.ones((4, 2)), jnp.ones((3, 4)), rules=Provider())
+    for call, name in (
+        (lambda: jt.lora.init(Plain(), jax.random.key(0)), "init_adapters"),
+        (lambda: jt.lora.merge(Plain(), {}, {}), "merge"),
+    ):
+        with pytest.raises(jt.QuantizationError, match=rf"needs {name}\(\), got a Plain without"):
+            call()

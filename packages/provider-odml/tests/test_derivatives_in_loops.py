@@ -186,3 +186,83 @@ def test_a_train_step_with_custom_rules(activation, ranges):
         close((value, new), forward[what.partition(",")[0]], what=what)
         assert (new[:, 2] == 1).all()
         close(slopes, found["plain"][1], what=what)
+
+
+def test_a_branch_in_a_loop_that_is_differentiated():
+    """It has the ranges, values and slopes of the program without loop and branch."""
+    rules = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")]
+    params = {"a": normal(8, 8) / 3, "b": normal(8, 8, seed=1) / 3}
+
+    def layers(params, x):
+        def body(h, i):
+            a, b = (lambda h, w=params[name]: jnp.tanh(h @ w) for name in "ab")
+            return lax.cond(i % 2 == 0, a, b, h), None
+
+        return lax.scan(body, x, jnp.arange(4))[0]
+
+    def unrolled(params, x):
+        for name in "abab":
+            x = jnp.tanh(x @ params[name])
+        return x
+
+    found = []
+    for fn in (layers, unrolled):
+        tapped = odml.qat(fn, rules)
+        stats = tapped.calibrate(params, [(X,), (1.1 * X,)])
+
+        def loss(params, state, tapped=tapped, stats=stats):
+            out, state = tapped.with_state(stats, state, params, X)
+            return jnp.sum(jnp.sin(out)), state
+
+        found.append((stats, *jax.jit(jax.value_and_grad(loss, has_aux=True))(params, stats.state)))
+    (stats, (value, state), slopes), (plain, (expected, _), expected_slopes) = found
+    # The first operand and the result of each matmul; tanh has a range that is fixed.
+    for i, branch in enumerate((1, 0, 1, 0)):
+        for side, name in (("#0", f"dot_general:{i - 1}" if i else "args[1]"), ("", None)):
+            row = stats[f"cond(<lambda>)/dot_general:{branch}{side}"].row[i]
+            if side and i:
+                continue  # there it is that of tanh in this program, which has no row in the other
+            close(row, plain[name or f"dot_general:{i}"].row)
+    assert (state[:, 2] <= 3).all()
+    assert (state[:, 2] == 3).sum() == (stats.state[:, 2] == 2).sum()
+    close(value, expected, 0.05)
+    for name in params:
+        error = np.linalg.norm(slopes[name] - expected_slopes[name])
+        assert error < 0.1 * np.linalg.norm(expected_slopes[name])
+
+
+def test_what_a_rule_does_to_tangents_has_no_range():
+    """Not even under the ids of what follows the call in the program."""
+
+    @jax.custom_jvp
+    def dense(x, w):
+        return jnp.tanh(x @ w)
+
+    @dense.defjvp
+    def _(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        y = dense(x, w)
+        return y, (1 - y * y) * (dx @ w + x @ dw)
+
+    def model(by, params, x):
+        y = by(x, params["w"])
+        return by(y, params["w"]) + y @ params["w"]
+
+    rules = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")]
+    found = []
+    for by in (dense, lambda x, w: jnp.tanh(x @ w)):
+        tapped = odml.qat(functools.partial(model, by), rules)
+        stats = tapped.calibrate(PARAMS, [(X,)])
+
+        def loss(params, state, tapped=tapped, stats=stats):
+            out, state = tapped.with_state(stats, state, params, X)
+            return jnp.sum(jnp.sin(out)), state
+
+        step = jax.value_and_grad(loss, has_aux=True)
+        found.append((jax.jit(step)(PARAMS, stats.state), loss(PARAMS, stats.state)))
+    ((value, state), slopes), forward = found[0]
+    # Forward both programs are the same one, and the rule's slope is nearly that of rounding.
+    close((value, state), forward)
+    close((value, state), found[1][0][0])
+    expected = found[1][0][1]["w"]
+    assert np.linalg.norm(slopes["w"] - expected) < 0.1 * np.linalg.norm(expected)

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from provider_xla.program.record import Choice
 from provider_xla_report.quality import QualityReport
 from provider_xla_report.results import Error, FloatOp, OpQuality, OutputQuality, ParameterQuality
 
@@ -20,8 +21,8 @@ def op(op_id, sqnr=30.0, paths=("args[0]['w']",), **changes):
         "qtypes": (None, "int8"),
         "rule": 0,
         "paths": paths,
-        "kernel": None,
-        "kernel_reason": "no kernel",
+        "why": None,
+        "kernels": {"cpu": Choice(None, "no kernel")},
         "calls": 1.0,
         "error": Error(sqnr, 0.25),
         "steps": (),
@@ -44,7 +45,8 @@ def sample(ops, timed=True):
         OutputQuality("['y']", (8, 32), "float32", Error(28.5, 0.5), 0.999, None),
         OutputQuality("['i']", (8,), "int32", None, None, 0.875),
     ]
-    left = [FloatOp("einsum:0", "einsum", ("f32[2]",), 1, "because <i>", (), None, 100)]
+    why = "because <i>"
+    left = [FloatOp("einsum:0", "einsum", ("f32[2]",), (None, None), 1, why, flops=100)]  # type: ignore[arg-type]
     times = (3e-3, 4e-3) if timed else (None, None)
     return QualityReport(
         tuple(ops), tuple(left), tuple(parameters), tuple(outputs), ("a & b",), 1, "cpu", *times

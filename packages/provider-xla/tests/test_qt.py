@@ -407,9 +407,8 @@ def test_either_contraction_of_the_backward_pass_has_a_format_of_its_own():
 
             def expected(w, x, swapped=swapped, dims=dims, pair=(of_x, of_w)):
                 operands, pair = ((w, x), pair[::-1]) if swapped else ((x, w), pair)
-                return qn.train_dot_general(
-                    *operands, dims, lhs_how=how, rhs_how=how, backward=pair
-                )
+                op = qn.Matmul(dims)
+                return op.train(*operands, lhs_how=how, rhs_how=how, backward=pair)
 
             cotangent = g.T if swapped else g
             found = gradients_of(QtProvider(rule).apply(contraction), w, x, cotangent)

@@ -25,6 +25,7 @@ from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
         ({"weight_calibration_method": "absmin"}, "weight_calibration_method.*absmax.*Got"),
         ({"weight_calibration_method": None}, "weight_calibration_method.*Got None"),
         ({"act_calibration_method": "rms"}, "act_calibration_method.*Got 'rms'"),
+        ({"act_calibration_method": "balanced"}, "act_calibration_method.*rounds parameters"),
         ({"act_static_scale": True}, "act_static_scale must be None where act_qtype is None"),
         ({"static_range": "step"}, "static_range must be None where act_static_scale is not True"),
         (

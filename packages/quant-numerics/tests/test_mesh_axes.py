@@ -59,11 +59,11 @@ def for_take(x, tile):
 
 
 def for_kernel(x, tile):
-    return qn.quantize_for_conv(x, "int8", "rhs", (3, 2, 0, 1), tile_size=tile)
+    return qn.quantize_for_dot(x, (0, 1, 2), "int8", tile)
 
 
 def for_image(x, tile):
-    return qn.quantize_for_conv(x, "int8", "lhs", (0, 3, 1, 2))
+    return qn.quantize(x, "int8", channel_axes=(0,))
 
 
 INDICES = np.array([3, 0, 31, 7], np.int32)
@@ -239,7 +239,7 @@ def test_gradients_are_sharded_as_their_operands(backward):
 
     def loss(x, w):
         options = {"lhs_how": how, "rhs_how": how, "backward": BACKWARDS[backward]}
-        y = qn.train_dot_general(x, w, MATMUL, out_sharding=P("a", None), **options)
+        y = qn.Matmul(MATMUL, out_sharding=P("a", None)).train(x, w, **options)
         return (y * y).sum()
 
     x64, w64 = lhs.astype(np.float64), rhs.astype(np.float64)

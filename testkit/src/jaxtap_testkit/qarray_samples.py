@@ -1,9 +1,11 @@
 """QArray samples: NumPy references and inputs for tests of ops."""
 
+import dataclasses
+
 import numpy as np
 from jax import lax
 
-from quant_numerics import QArray, get_qtype
+from quant_numerics import Convolution, QArray, get_qtype
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -48,6 +50,14 @@ CONVOLUTIONS = {
     "three spatial axes": ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), ((1, 1, 1), "SAME"), {}),
 }  # fmt: skip
 """By name: shapes of both operands, strides and so on, other arguments of a convolution."""
+
+
+def train_conv(x, w, *, dimension_numbers=None, **options):
+    """Quantize and convolve for training; the arguments are those of lax and of ``train``."""
+    fields = [field.name for field in dataclasses.fields(Convolution)]
+    given = {name: options.pop(name) for name in fields if name in options}
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
+    return Convolution(numbers, **given).train(x, w, **options)
 
 
 def normal(*shape, seed=0):

@@ -1,9 +1,9 @@
 """The public names, and the modules that they are from."""
 
 from .box.box import Box as Box
+from .box.contents import BoxType as BoxType
+from .box.contents import mut_types as mut_types
 from .box.jit import jit as jit
-from .box.types import BoxType as BoxType
-from .box.types import mut_types as mut_types
 from .compat.jaxpr import used_inputs as used_inputs
 from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from .interpreter.lazy import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import BY_PATH, Session, Tapping
 from .interpreter.watcher import PATCHES, Watcher
-from .proxy.array_proxy import ArrayProxy, is_proxy
+from .proxy.array_proxy import Apart, ArrayProxy, is_proxy, taken_apart
 from .proxy.carrier import Carrier, without_replaced
 from .staging.packed import Packed
 from .state.carry import carry
@@ -124,32 +125,33 @@ class _Tapped:
                 outer.meet_tapped()
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
-        packed, held, lacking = restored(args, kwargs)
+        packed, apart, lacking = restored(args, kwargs)
+        held = {i: one.proxy for i, one in apart.items()}
         paths = self._paths_of(args, kwargs, packed.treedef)
         own = [paths[packed.leaf_of(i)] for i in range(len(packed.arrays))]
         replaced: frozenset[str] = frozenset()
         if any(one.inputs for one in held.values() if type(one) is Carrier):
             inputs = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
             held, replaced = without_replaced(held, dict(zip(paths, inputs, strict=True)))
+            apart = {i: taken_apart(one) for i, one in held.items()}
         watcher = Watcher(Session(self._current()))
-        leaves, structure = jax.tree.flatten(held)
-        proxies = functools.partial(jax.tree.unflatten, structure)
-        values = [*packed.arrays, *leaves]
+        values = list(packed.arrays)
         avals = list(map(type_of, values))
+        carried = _carried(packed, held)
         # JAX names inputs only if each leaf is one. Names take long to make.
-        given = ((), {}) if leaves else (args, kwargs)
-        arguments = _Arguments(own, avals)
-        while (staged := self._stage(watcher, given, packed, avals, proxies, arguments)) is None:
+        given = ((), {}) if apart else (args, kwargs)
+        how = given, packed, avals, apart, bool(carried), _arguments(own, avals)
+        while (staged := self._stage(watcher, *how)) is None:
             _log.debug("%r is traced again: handlers are asked in nested functions", self._fn)
             BY_PATH.add(self._interceptor)
             watcher = Watcher(Session(self._current()))
-        jaxpr, consts, result = staged
+        jaxpr, consts, result, leaves = staged
         _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
         session = watcher.session
         build: Callable[[Sequence[Any]], Any] = result.build
         # First the arrays of proxies that the program updates: loops that step along them may carry
         # a stack of them then.
-        if carried := _carried(packed, held):
+        if carried:
             made = carry(jaxpr, consts, carried)
             jaxpr, consts = session.restaged(made)
             build = _chain(made.results, build)
@@ -158,9 +160,10 @@ class _Tapped:
             jaxpr, consts = session.restaged(made)
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
-        inputs = _Arguments(own, avals, first, held)
+        avals += map(compat.typeof, leaves)
+        inputs = _arguments(own, avals, first, held, apart)
         frame = Frame(jaxpr, inputs, "", consts=consts)
-        values = [*consts, *values]
+        values = [*consts, *values, *leaves]
         try:
             session.replaced = replaced
             if lacking:
@@ -174,7 +177,12 @@ class _Tapped:
         by_path, tapping = self._interceptor in BY_PATH, self._tapping
         if tapping is None or tapping.by_path != by_path:
             tapping = self._tapping = Tapping(
-                self._interceptor, self._rewrap, by_path, _observe, reinterpret, PATCHES
+                self._interceptor,
+                self._rewrap,
+                by_path,
+                lambda tapping: Watcher(Session(tapping)),
+                reinterpret,
+                PATCHES,
             )
         return tapping
 
@@ -208,19 +216,35 @@ class _Tapped:
         given: tuple[tuple, dict[str, Any]],
         packed: Packed,
         avals: Sequence[Any],
-        proxies: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]],
-        arguments: _Arguments,
-    ) -> tuple[Any, list[Any], Packed] | None:
-        """Stage the function of values. Return None if it must be ``BY_PATH``."""
+        apart: Mapping[int, Apart],
+        is_carried: bool,
+        arguments: Inputs,
+    ) -> tuple[Any, list[Any], Packed, list[Any]] | None:
+        """Stage the function of values.
+
+        Returns:
+            The jaxpr, the values of its constants, the result, and the arrays of proxies which are
+            its last inputs: all, or none where nothing asked for a proxy. None if it must be
+            ``BY_PATH``.
+        """
         result: Packed | None = None
+        leaves: list[Any] = []
         watcher.session.origin = arguments.origin
         taps = watcher.session.tapping.taps
 
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
-            tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
-            trace, held = compat.current_trace(), functools.partial(proxies, leaves)
+            trace = compat.current_trace()
+
+            # Few programs ask, and a program may have hundreds of weights.
+            @functools.cache
+            def held() -> Mapping[int, ArrayProxy]:
+                leaves[:] = [leaf for one in apart.values() for leaf in one.leaves]
+                return _built(apart, compat.more_inputs(trace, map(compat.typeof, leaves)))
+
             watcher.early.tracers.begin(trace, tracers, arguments, held)
+            if is_carried:  # `carry` changes these inputs
+                held()
             watcher.defer_inlining(trace)
             args, kwargs = packed.build(tracers)
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
@@ -236,11 +260,15 @@ class _Tapped:
         finally:
             watcher.early.tracers.end()
         assert result is not None
-        return None if watcher.early.needs_restage else (*staged, result)
+        return None if watcher.early.needs_restage else (*staged, result, leaves)
 
 
-def _observe(tapping: Tapping) -> Watcher:
-    return Watcher(Session(tapping))
+def _built(apart: Mapping[int, Apart], leaves: Sequence[Any]) -> dict[int, ArrayProxy]:
+    """Return array proxies of other arrays, which are all of theirs, one after the other."""
+    found, rest = {}, iter(leaves)
+    for i, (_, own, (structure, _)) in apart.items():
+        found[i] = jax.tree.unflatten(structure, itertools.islice(rest, len(own)))
+    return found
 
 
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
@@ -260,8 +288,14 @@ def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..
     return lambda values: second(first(values))
 
 
-class _Arguments(Inputs):
-    """What is known of the inputs of a program: the arguments, then the arrays of their proxies.
+def _arguments(
+    paths: Sequence[str],
+    avals: Sequence[Any],
+    first: int = 0,
+    held: Mapping[int, ArrayProxy] = MappingProxyType({}),
+    apart: Mapping[int, Apart] = MappingProxyType({}),
+) -> Inputs:
+    """Return what is known of the inputs of a program: arguments, then the arrays of proxies.
 
     Args:
         paths: the pytree path of each argument.
@@ -269,28 +303,21 @@ class _Arguments(Inputs):
             after its call.
         first: how many inputs come before. Since 0.11 constants without values do.
         held: the array proxies of arguments, by number.
+        apart: the same, taken apart; some may be others now.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        avals: Sequence[Any],
-        first: int = 0,
-        held: Mapping[int, ArrayProxy] = MappingProxyType({}),
-    ):
-        super().__init__(proxies={first + i: proxy for i, proxy in held.items()})
-        self._paths, self._avals, self._first = paths, avals, first
-
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an input."""
-        number = index - self._first
-        if not 0 <= number < len(self._paths):
+    def origin(index: int) -> Origin | None:
+        number = index - first
+        if not 0 <= number < len(paths):
             return None
-        return Origin(self._paths[number], axes_inside(SAME, self._avals[number]))
+        return Origin(paths[number], axes_inside(SAME, avals[number]))
 
-    def expression(self, index: int) -> Expression:
-        """Return how an input is computed: an argument is, of itself."""
-        origin, number = self.origin(index), index - self._first
-        if origin is None:
-            return Unknown(self._avals[number], "a part of an array proxy", None)
-        return Leaf(self._avals[number], number, origin.path)
+    def expression(index: int) -> Expression:
+        found, number = origin(index), index - first
+        if found is None:
+            return Unknown(avals[number], "a part of an array proxy", None)
+        return Leaf(avals[number], number, found.path)
+
+    proxies = {first + i: proxy for i, proxy in held.items()}
+    known = {first + i: one for i, one in apart.items()}
+    return Inputs((), origin, expression, proxies=proxies, apart=known)

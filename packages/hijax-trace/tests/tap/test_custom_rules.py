@@ -82,7 +82,7 @@ def number(index):
 
 
 def is_first(call):
-    return call.op_id.endswith("dot:0")
+    return call.op_id.endswith("dot:0") and "custom_" not in call.op_id
 
 
 def loop(fn, wrap=lambda body: body):
@@ -224,3 +224,68 @@ def test_rules_that_can_not_be_staged_are_not_needed():
     close(jax.jit(tapped)(X, FACTOR), loop(lambda c, i: plain("vjp")(c, FACTOR))(X))
     with pytest.raises(NotImplementedError, match="there is no slope"):
         jax.jit(jax.grad(tapped))(X, FACTOR)
+
+
+def test_roots_of_operands_in_a_rule():
+    """The rule of a function that the program differentiates is staged after the program."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return jnp.dot(x, w)
+
+    product.defvjp(
+        lambda x, w: (jnp.dot(x, 2 * w), (x, w)),
+        lambda res, ct: (ct @ res[1].T, res[0].T @ ct),
+    )
+    seen = []
+
+    def handler(call, x, w):
+        seen.append(call.roots(w))
+        return NotImplemented
+
+    def fn(x, w):
+        return jax.jit(jax.grad(jax.jit(lambda x, w: jnp.sum(product(x, w)))))(x, w)
+
+    TraceEngine().wrap(fn, Interceptor({"jax.numpy.dot": handler}))(X, W)
+    assert seen == [{"args[1]"}] * 2
+
+
+@jax.custom_jvp
+def tangents_first(x):
+    return jnp.dot(jnp.sin(x), W)
+
+
+@tangents_first.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    along = jnp.dot(jnp.cos(x) * t, W)
+    y = jnp.dot(jnp.sin(x), W)
+    return y, along + 0 * jnp.dot(y, W)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_operations_that_only_a_rule_has_have_a_label(jit):
+    """Those of the function in it, and those after the call, have the ids of the program."""
+    asked = {}
+
+    def handler(call, x, y):
+        asked.setdefault(call.op_id, set()).add((call.is_linear(x), x.shape))
+        return NotImplemented
+
+    def program(x):
+        y = jit(tangents_first)(by_vjp(x))
+        return jnp.dot(y, W[:, :2]).sum()
+
+    def run(transform):
+        asked.clear()
+        tapped = TraceEngine().wrap(program, Interceptor({"jax.numpy.dot": handler}))
+        found = transform(tapped)(X)
+        close(found, transform(program)(X))
+        return set(asked)
+
+    own, rule = {"dot:0", "dot:1", "dot:2"}, "custom_jvp(tangents_first).jvp"
+    assert run(lambda f: f) == own
+    assert run(lambda f: jax.jit(jax.grad(f))) == {*own, f"{rule}/dot:0", f"{rule}/dot:1"}
+    # Under each id there are the operations of one kind alone.
+    assert asked[f"{rule}/dot:0"] == {(True, (2, 3))}
+    assert all(linear is False for name in own for linear, _ in asked[name])

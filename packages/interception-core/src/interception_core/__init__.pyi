@@ -26,15 +26,15 @@ from .kernels.bench import Bench as Bench
 from .kernels.bench import BenchCase as BenchCase
 from .kernels.bench import read_table as read_table
 from .kernels.bench import slower_than as slower_than
-from .kernels.ops import get_op as get_op
 from .kernels.platforms import kernel_platforms as kernel_platforms
 from .kernels.platforms import missing_kernels as missing_kernels
 from .kernels.platforms import platform_of as platform_of
 from .kernels.register import register_kernel as register_kernel
 from .kernels.select import KernelChoice as KernelChoice
+from .kernels.select import get_op as get_op
+from .kernels.select import kernel_workspace as kernel_workspace
 from .kernels.select import select_kernel as select_kernel
 from .kernels.target import FfiTarget as FfiTarget
-from .kernels.workspace import kernel_workspace as kernel_workspace
 from .lazy import lazy_exports as lazy_exports
 from .patch.engine import PatchEngine as PatchEngine
 from .patch.engine import untapped as untapped
@@ -69,5 +69,6 @@ from .plugins.specs import QTypeSpec as QTypeSpec
 from .provider import Provider as Provider
 from .provider import ProviderPlan as ProviderPlan
 from .provider import StorablePlan as StorablePlan
+from .pytrees import quick_init as quick_init
 
 __version__: str

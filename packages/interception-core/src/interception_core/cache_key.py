@@ -60,8 +60,12 @@ class _Entered:
         self._key, self._value = key, value
 
     def __enter__(self) -> None:
-        self._before = _CURRENT.values
-        values = {**self._before, self._key: self._value}
+        self._before = before = _CURRENT.values
+        # Such as that of a name scope which no interceptor tells from the one around it.
+        self._context = None
+        if before.get(self._key, self._key._default) == self._value:
+            return
+        values = {**before, self._key: self._value}
         if self._value == self._key._default:
             del values[self._key]
         # Equal values give equal keys, whatever was entered first. A frozenset keeps its hash.
@@ -70,5 +74,6 @@ class _Entered:
         _CURRENT.values = values
 
     def __exit__(self, *exc_info: Any) -> None:
-        _CURRENT.values = self._before
-        self._context.__exit__(*exc_info)
+        if self._context is not None:
+            _CURRENT.values = self._before
+            self._context.__exit__(*exc_info)

@@ -7,6 +7,7 @@ the compiler.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,10 +76,7 @@ def with_auto_axes(
 def parts_of(mesh: Any, axes: Any) -> int:
     """Return into how many parts mesh axes cut an axis."""
     names: Sequence[str] = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    count = 1
-    for name in names:
-        count *= mesh.shape[name]
-    return count
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def followed_spec(

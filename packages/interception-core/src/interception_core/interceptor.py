@@ -37,6 +37,7 @@ class Interceptor(Mapping[str, Handler]):
             anything that it looked at. A handler that counts or records operations is not pure.
 
     Attributes:
+        key: its part of JAX's cache keys.
         cache_key: the key and the targets.
         given_key: the argument ``key``.
         is_pure: the argument ``is_pure``.
@@ -49,12 +50,12 @@ class Interceptor(Mapping[str, Handler]):
     __slots__ = (
         "__weakref__",
         "_handlers",
-        "_key",
         "_origin_key",
         "_path_key",
         "cache_key",
         "given_key",
         "is_pure",
+        "key",
     )
 
     def __init__(
@@ -100,15 +101,10 @@ class Interceptor(Mapping[str, Handler]):
                     "None."
                 )
         self._handlers = MappingProxyType(dict(handlers))
-        self._key = key
+        self.key = key
         self._path_key = path_key
         self._origin_key = origin_key
         self.cache_key = (key, *sorted(self._handlers))
-
-    @property
-    def key(self) -> Hashable:
-        """The interceptor's part of JAX's cache keys."""
-        return self._key
 
     @property
     def tells_ids(self) -> bool:
@@ -139,4 +135,4 @@ class Interceptor(Mapping[str, Handler]):
         return isinstance(other, Interceptor) and self.cache_key == other.cache_key
 
     def __repr__(self) -> str:
-        return f"Interceptor({sorted(self._handlers)}, key={self._key!r})"
+        return f"Interceptor({sorted(self._handlers)}, key={self.key!r})"

@@ -55,7 +55,9 @@ class ProviderPlan(Protocol):
     - ``ops``: records of operations (``op_id``, ``rule``, ``weight``, ``operands``), from which
       ``quantize_model`` knows which rules can't be followed.
     - ``adapters``, with ``init_adapters(key)``: adapters beside stored parameters.
-    - ``prepack``, an option of ``quantize`` that ``quantize_model(prepack=False)`` needs.
+    - ``prepack``, an option of ``quantize`` that ``quantize_model(prepack=False)`` passes on.
+    - ``quantized_types(params)``, the types of what ``quantize`` returns for types of parameters,
+      if ``jax.eval_shape`` can't tell them.
     - ``manifest()`` and ``stored_types()``: see ``StorablePlan``.
 
     Attributes:

@@ -3,13 +3,19 @@ import inspect
 import pluggy
 import pytest
 
-from interception_core.plugins import hookspecs as _hookspecs
-from interception_core.plugins.hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT
+from interception_core.plugins.hookspecs import (
+    ALL_HOOKS,
+    API_VERSION,
+    HOOKS,
+    HOOKSPECS,
+    PROJECT,
+    SELECT,
+)
 
 
 def declared_hooks():
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(_hookspecs)
+    manager.add_hookspecs(HOOKSPECS)
     return sorted(vars(manager.hook))
 
 
@@ -32,11 +38,8 @@ def test_the_hooks_are_these():
 
 @pytest.mark.parametrize("hook", HOOKS)
 class TestEveryDeclaringHook:
-    def test_says_what_it_returns(self, hook):
-        assert f"`{HOOKS[hook].__name__}`" in inspect.getdoc(getattr(_hookspecs, hook))
-
     def test_takes_nothing(self, hook):
-        assert not inspect.signature(getattr(_hookspecs, hook)).parameters
+        assert not inspect.signature(getattr(HOOKSPECS, hook)).parameters
 
     def test_is_in_the_guide(self, hook, guide):
         assert f"| `{hook}()` | `{HOOKS[hook].__name__}` objects |" in guide
@@ -44,7 +47,7 @@ class TestEveryDeclaringHook:
 
 class TestTheChoosingHook:
     def test_its_arguments_are_described(self):
-        hook = getattr(_hookspecs, SELECT)
+        hook = getattr(HOOKSPECS, SELECT)
         assert list(inspect.signature(hook).parameters) == ["call", "candidates"]
         for name in inspect.signature(hook).parameters:
             assert f"{name}: " in inspect.getdoc(hook)

@@ -1,7 +1,7 @@
 import pytest
 
 from interception_core import PluginRecord
-from interception_core.plugins.discovery import discover
+from interception_core.plugins.records import discover
 
 
 @pytest.fixture

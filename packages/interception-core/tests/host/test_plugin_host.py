@@ -22,7 +22,7 @@ from interception_core import (
     get_provider,
 )
 from interception_core.plugins import host as _host
-from interception_core.plugins.discovery import discover
+from interception_core.plugins.records import discover
 
 BROKEN = PluginRecord("broken", "no_such_module_here", "broken-dist", "0.3")
 

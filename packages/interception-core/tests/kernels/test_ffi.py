@@ -15,7 +15,7 @@ import jax.ffi
 import pytest
 
 from interception_core import _compat
-from interception_core.plugins.discovery import discover
+from interception_core.plugins.records import discover
 from jaxtap_testkit.processes import run_python
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -340,7 +340,7 @@ works()
         install("acme", SCALE, library="newer")
         script("""
 from interception_core import _compat
-from interception_core.plugins.discovery import discover
+from interception_core.plugins.records import discover
 _compat.ffi_api_version = lambda: None
 refused(spec("acme.scale"), "plugin 'acme'", "XLA refuses it", ".99)")
 """)

@@ -20,6 +20,7 @@ from ._needs import needed
 __all__ = ["get_provider", "plan", "providers", "report", "train"]
 
 xla: Any = needed("provider_xla", "xla", "jaxtap")
+_check_has: Any = needed("provider_xla.cli", "xla", "jaxtap").check_has
 
 
 def plan(
@@ -123,6 +124,7 @@ def report(fn: Any, *args: Any, rules: Any = "w8a8", **kwargs: Any) -> Any:
             raise TypeError(f"jaxtap.report calls a model by position, got {', '.join(kwargs)}=.")
         fn = functools.partial(fn, **kwargs)
     made = plan(fn, *args, rules=rules, **options)
+    _check_has(made, "report", "jaxtap.report")
     return made.report(*args) if bridge is None else made.report(bridge.parameters(fn), *args)
 
 

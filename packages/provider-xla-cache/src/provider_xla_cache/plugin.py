@@ -7,31 +7,18 @@ API = (1, 7)
 
 @hookimpl
 def jaxtap_register_features() -> list[FeatureSpec]:
-    """Return what plans do with caches."""
+    """Return what plans and models do with caches."""
     return [
-        FeatureSpec(
-            name="plan-find-caches",
-            summary="find how the arguments of cache rules are carried",
-            run="provider_xla_cache.find:find_caches",
-        ),
-        FeatureSpec(
-            name="plan-with-caches",
-            summary="run a function with caches in int8",
-            run="provider_xla_cache.use:with_caches",
-        ),
-        FeatureSpec(
-            name="model-with-caches",
-            summary="a method of a model as a function of its caches",
-            run="provider_xla_cache.use:planned_function",
-        ),
-        FeatureSpec(
-            name="model-put-caches",
-            summary="put caches in int8 into a model",
-            run="provider_xla_cache.use:put_caches",
-        ),
-        FeatureSpec(
-            name="plan-quantize-cache",
-            summary="quantize the caches of an argument",
-            run="provider_xla_cache.use:quantize_cache",
-        ),
+        FeatureSpec(name, summary, f"provider_xla_cache.{run}")
+        for name, summary, run in (
+            (
+                "plan-find-caches",
+                "find how arguments of cache rules are carried",
+                "find:find_caches",
+            ),
+            ("plan-with-caches", "run a function with caches in int8", "use:with_caches"),
+            ("plan-quantize-cache", "quantize caches of an argument", "use:quantize_cache"),
+            ("model-with-caches", "a method as a function of its caches", "use:planned_function"),
+            ("model-put-caches", "put caches in int8 into a model", "use:put_caches"),
+        )
     ]

@@ -61,18 +61,16 @@ def op_rows(
 ) -> list[OpRow]:
     """Return operations' rows, folded if they are more than ``most``; None folds none."""
     sizes = {one.path: (one.bytes_before, one.bytes_after) for one in parameters}
-    if most is None or len(ops) <= most:
-        return [OpRow(op, (op,), _size([op], sizes)) for op in ops]
 
-    def same(place: int) -> object:
-        op = ops[place]
+    def same(op: OpQuality) -> object:
         return op.operands, op.qtypes, op.rule, op.kernel, op.kernel_reason, len(op.paths)
 
-    rows = []
-    for one in folded([(op.op_id, joined(op.paths)) for op in ops], same):
-        members = tuple(ops[place] for place in one.rows)
-        rows.append(OpRow(_together(members, *one.texts), members, _size(members, sizes)))
-    return rows
+    names = [(op.op_id, joined(op.paths)) for op in ops]
+    rows = _rows(ops, names, same, len(ops) if most is None else most)
+    return [
+        OpRow(_together(row.members, row.name, row.weight), row.members, _size(row.members, sizes))
+        for row in rows
+    ]
 
 
 def _size(ops: Sequence[OpQuality], sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:

@@ -182,6 +182,7 @@ def _ops(
     mapped = _mapped(found)
     for record in plan.ops:
         op_id = record.op_id
+        known = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
         one = found.get(op_id)
         if record.quantized:
             if op_id in ops:
@@ -192,39 +193,20 @@ def _ops(
             in_float, quantized = (t * share for t in seconds.get(op_id, (math.nan, math.nan)))
             is_timed = op_id in seconds
             ops[op_id] = OpQuality(
-                op_id,
-                record.op_name,
-                record.operands,
-                record.qtypes,
-                record.rule,
-                record.paths,
-                record.kernel,
-                record.kernel_reason,
-                calls,
-                error_of(sums),
-                _steps(sums),
-                round(per_visit.get(op_id, 0) * calls),
-                in_float if is_timed else None,
-                quantized if is_timed else None,
+                **known,
+                calls=calls,
+                error=error_of(sums),
+                steps=_steps(sums),
+                flops=round(per_visit.get(op_id, 0) * calls),
+                float_seconds=in_float if is_timed else None,
+                seconds=quantized if is_timed else None,
             )
         elif not record.is_in_parts:
             count = None
             if one is not None:
                 # 0 if it was never seen to run, as in a branch that is not taken: unknown.
                 count = round(per_visit[op_id] * float(np.sum(one.total)) / batches) or None
-            float_ops.setdefault(
-                op_id,
-                FloatOp(
-                    op_id,
-                    record.op_name,
-                    record.operands,
-                    record.rule,
-                    record.reason or "computed in float by one kernel",
-                    record.paths,
-                    record.kernel,
-                    count,
-                ),
-            )
+            float_ops.setdefault(op_id, FloatOp(**known, flops=count))
     return _shared(tuple(ops.values()), whole), tuple(float_ops.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,13 @@ class QualityReport(Results):
                 "platform": self.platform,
                 "batches": self.batches,
                 "summary": summary,
-                "outputs": _dicts(self.outputs),
-                "ops": _dicts(self.ops),
-                "float_ops": _dicts(self.float_ops),
-                "parameters": _dicts(self.parameters),
-                "problems": list(self.problems),
+                "outputs": self.outputs,
+                "ops": [{name: getattr(op, name) for name in _OP} for op in self.ops],
+                "float_ops": [
+                    {name: getattr(op, name) for name in _FLOAT_OP} for op in self.float_ops
+                ],
+                "parameters": self.parameters,
+                "problems": self.problems,
             }
         )
 
@@ -173,14 +175,20 @@ class QualityReport(Results):
 _RIGHT = frozenset({"SQNR dB", "max error", "Mflop", "float ms", "ms", "share", "bytes"})
 
 
-def _dicts(records: Iterable[Any]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(record) for record in records]
+_RECORD = ("op_id", "op_name", "operands")
+_OP = (
+    *(*_RECORD, "qtypes", "rule", "paths", "kernel", "kernel_reason", "calls", "error", "steps"),
+    *("flops", "float_seconds", "seconds", "share", "ranges"),
+)
+_FLOAT_OP = (*_RECORD, "rule", "reason", "paths", "kernel", "flops")
 
 
 def _finite(value: Any) -> Any:
     """Return JSON values: tuples as lists, None for what is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {key: _finite(one) for key, one in value.items()}
     return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

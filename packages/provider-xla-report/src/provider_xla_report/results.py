@@ -7,10 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from provider_xla import OpRecord
+
+from .command import ORDERS
+
 SLOWER = 1.1
 """How many times the float time is slower: less is noise."""
-
-ORDERS = ("program", "sqnr", "error", "flops", "time", "bytes")
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,11 @@ class Range:
     steps: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class OpQuality:
-    """One operation that is quantized.
+@dataclass(frozen=True, kw_only=True)
+class OpQuality(OpRecord):
+    """One operation that is quantized: the plan's record, and what was measured.
 
     Attributes:
-        op_id: see ``interception_core.OpCall``.
-        op_name: the name that rules know it by.
-        operands: dtype and shape of the operands, as ``f32[8,64]``.
-        qtypes: qtype of both operands; None where it stays float.
-        rule: index of the rule that decided; None for a lookup that no rule names.
-        paths: pytree paths of the parameters behind the operands, where they are known.
-        kernel: the FFI target that computes it; None if XLA does.
-        kernel_reason: why XLA computes it.
         calls: how often it runs in one call of the program: steps of loops and mapped examples
             count, branches that are not taken do not. The mean over the batches.
         error: the error of its quantized result, against the float result of the same operands.
@@ -73,14 +67,6 @@ class OpQuality:
         ranges: the static range of both operands; None where it has none.
     """
 
-    op_id: str
-    op_name: str
-    operands: tuple[str, ...]
-    qtypes: tuple[str | None, str | None]
-    rule: int | None
-    paths: tuple[str, ...]
-    kernel: str | None
-    kernel_reason: str | None
     calls: float
     error: Error
     steps: tuple[Error, ...]
@@ -109,30 +95,21 @@ class OpQuality:
         return f"{why}; {rule} before the other rules leaves it float"
 
 
-@dataclass(frozen=True)
-class FloatOp:
-    """One operation that stays float.
+@dataclass(frozen=True, kw_only=True)
+class FloatOp(OpRecord):
+    """One operation that stays float: the plan's record, and its size.
 
     Attributes:
-        op_id: see ``interception_core.OpCall``.
-        op_name: the name that rules know it by.
-        operands: dtype and shape of the operands.
-        rule: index of the rule that decided, or None.
-        reason: why it stays float.
-        paths: pytree paths of the parameters behind the operands, where they are known.
-        kernel: the FFI target that computes it; None if XLA does.
         flops: floating-point operations in one call of the program; None where it is not a
             contraction of floats, or was not seen to run.
     """
 
-    op_id: str
-    op_name: str
-    operands: tuple[str, ...]
-    rule: int | None
-    reason: str
-    paths: tuple[str, ...]
-    kernel: str | None
     flops: int | None
+
+    @property
+    def reason(self) -> str:
+        """Return in words why it stays float."""
+        return super().reason or "computed in float by one kernel"
 
 
 @dataclass(frozen=True)

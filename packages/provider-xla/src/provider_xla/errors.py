@@ -14,6 +14,15 @@ class QuantizationError(JaxtapError, ValueError):
     """Rules, parameters or arguments that do not fit each other."""
 
 
+def check_has(found: Any, name: str, what: str) -> None:
+    """Raise QuantizationError where a plan or report of another provider lacks a method."""
+    if not hasattr(found, name):
+        raise QuantizationError(
+            f"{what} needs {name}(), got a {type(found).__name__} without. See "
+            "interception_core.ProviderPlan."
+        )
+
+
 class QuantizationWarning(UserWarning):
     """Rules that can be followed only in part; errors with ``strict=True``."""
 

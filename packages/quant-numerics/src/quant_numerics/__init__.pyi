@@ -3,12 +3,6 @@
 from quant_numerics.array.stored import register_state as register_state
 from quant_numerics.ops.conv import is_pointwise as is_pointwise
 
-from .array.hi import HiQArray as HiQArray
-from .array.hi import LeadingAxis as LeadingAxis
-from .array.hi import QArrayTy as QArrayTy
-from .array.hi import as_hi as as_hi
-from .array.hi import as_lo as as_lo
-from .array.hi import from_hi as from_hi
 from .array.moves import concatenate as concatenate
 from .array.packed import PackedQArray as PackedQArray
 from .array.packed import pack as pack
@@ -35,20 +29,15 @@ from .calibration.calibrate import parse_calibration_method as parse_calibration
 from .calibration.calibrate import scale_of as scale_of
 from .calibration.quantize import fake_quant as fake_quant
 from .calibration.quantize import quantize as quantize
-from .calibration.quantize import quantize_for_conv as quantize_for_conv
 from .calibration.quantize import quantize_for_dot as quantize_for_dot
 from .calibration.quantize import quantize_with as quantize_with
 from .contraction.base import Contraction as Contraction
 from .contraction.convolution import Convolution as Convolution
-from .contraction.convolution import train_conv_general_dilated as train_conv_general_dilated
 from .contraction.cotangent import without_infinities as without_infinities
 from .contraction.matmul import Matmul as Matmul
-from .contraction.matmul import train_dot_general as train_dot_general
-from .contraction.matmul import train_einsum as train_einsum
 from .contraction.options import Backward as Backward
 from .contraction.options import HowToQuantize as HowToQuantize
 from .contraction.ragged import RaggedMatmul as RaggedMatmul
-from .contraction.ragged import train_ragged_dot as train_ragged_dot
 from .formats.encoding import StochasticRounding as StochasticRounding
 from .formats.qtypes import FLOAT_DTYPES as FLOAT_DTYPES
 from .formats.qtypes import QTYPES as QTYPES
@@ -56,10 +45,8 @@ from .formats.qtypes import QType as QType
 from .formats.qtypes import get_qtype as get_qtype
 from .ops.conv import conv_general_dilated as conv_general_dilated
 from .ops.dot import dot_general as dot_general
-from .ops.einsum import dot as dot
 from .ops.einsum import einsum as einsum
 from .ops.einsum import einsum_dimension_numbers as einsum_dimension_numbers
-from .ops.einsum import matmul as matmul
 from .ops.ragged_dot import ragged_dot as ragged_dot
 from .ops.ragged_dot import ragged_dot_general as ragged_dot_general
 from .ops.take import take as take

@@ -175,7 +175,7 @@ class FormatConformance:
         how = qn.HowToQuantize(self.qtype)
 
         def loss(weight: Any) -> Any:
-            return qn.train_dot_general(x, weight, _DIMS, lhs_how=None, rhs_how=how).sum()
+            return qn.Matmul(_DIMS).train(x, weight, lhs_how=None, rhs_how=how).sum()
 
         expected = np.tile(x.sum(0)[:, None], 24)
         found = jax.jit(jax.grad(loss))(self.weight())

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtap_testkit.qarray_samples import train_conv
 from quant_numerics import (
     AmaxHistory,
     Backward,
     Calibration,
     HowToQuantize,
+    Matmul,
+    RaggedMatmul,
     Statistics,
     calibrate,
-    train_conv_general_dilated,
-    train_dot_general,
-    train_ragged_dot,
 )
 
 STEPS = np.array([0, 3, 5, 0, np.nan, 2, np.inf, 1e-37, 1e38, 0, 0, 0, 1], np.float32)
@@ -126,13 +126,13 @@ def draw(*shape):
 APART = np.array([1e-3, 1, 30, 1e3], np.float32)
 OPS = {
     "dot": (
-        functools.partial(train_dot_general, dimension_numbers=(((1,), (0,)), ((), ()))),
+        Matmul((((1,), (0,)), ((), ()))).train,
         lambda x, w: x @ w,
         (draw(8, 16), draw(16, 4) * APART),
     ),
     "conv": (
         functools.partial(
-            train_conv_general_dilated,
+            train_conv,
             window_strides=(1,),
             padding="VALID",
             dimension_numbers=("NWC", "WIO", "NWC"),
@@ -141,7 +141,7 @@ OPS = {
         (draw(2, 6, 8), draw(3, 8, 4) * APART),
     ),
     "ragged": (
-        functools.partial(train_ragged_dot, group_sizes=jnp.array([3, 5])),
+        lambda x, w, **options: RaggedMatmul().train(x, w, jnp.array([3, 5]), **options),
         lambda x, w: jnp.concatenate([x[:3] @ w[0], x[3:] @ w[1]]),
         (draw(8, 16), draw(2, 16, 4) * APART),
     ),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxtap_testkit import examples
-from quant_numerics import dequantize, get_qtype, quantize, quantize_for_conv, quantize_for_dot
+from quant_numerics import dequantize, get_qtype, quantize, quantize_for_dot
 
 pytestmark = pytest.mark.sample(2)
 
@@ -259,21 +259,47 @@ def test_quantize_for_dot_needs_an_axis_to_tile():
         quantize_for_dot(jnp.ones((2, 4)), (), "int8", 4)
 
 
-def test_quantize_for_conv_scales_batch_elements_and_output_features():
-    x, k = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
-    dn = jax.lax.conv_dimension_numbers(x.shape, k.shape, ("NHWC", "HWIO", "NHWC"))
+def balanced_in_numpy(x, steps):
+    """Round columns to ``steps`` on each side, then move what is farthest until errors cancel."""
+    scale = np.abs(x).max(0) / steps
+    scale = np.where(scale == 0, 1, scale)
+    found = np.round(x / scale)
+    for column in range(x.shape[1]):
+        error = found[:, column] - x[:, column] / scale[column]
+        count = round(error.sum())
+        moved = np.argsort(-error * np.sign(count), kind="stable")[: abs(count)]
+        found[moved, column] -= np.sign(count)
+    return found
 
-    def scale_shape(x, *args):
-        return jax.eval_shape(lambda x: quantize_for_conv(x, *args), x).scale.shape
 
-    assert scale_shape(x, "int8", "lhs", dn) == (2, 1, 1, 1)
-    assert scale_shape(k, "int8", "rhs", dn) == (1, 1, 1, 5)
-    assert scale_shape(k, "int4", "rhs", dn.rhs_spec) == (1, 1, 1, 5)
+@pytest.mark.parametrize(("qtype", "steps"), [("int8", 127), ("int4", 7)])
+def test_balanced_errors_of_a_channel_cancel(qtype, steps):
+    x = np.random.default_rng(7).normal(size=(25, 40)).astype(np.float32)
+    x[:, 3] = np.arange(25) % 3 + 0.5  # equal errors: the first of them are moved
+    x[:, 5] = 0
+    run = jax.jit(lambda x: quantize(x, qtype, channel_axes=(1,), method="balanced"))
+    q = run(x)
+    np.testing.assert_array_equal(q.scale, quantize(x, qtype, channel_axes=(1,)).scale)
+    got = np.asarray(q.qvalue.astype(jnp.int32))
+    np.testing.assert_array_equal(got, balanced_in_numpy(x.astype(np.float64), steps))
+    error = got - x / np.asarray(q.scale)
+    assert np.abs(error).max() < 1
+    assert np.abs(error.sum(0)).max() < 0.501
+    # Of the same elements in other places, and in tiles.
+    windows = x.reshape(5, 5, 1, 40)
+    other = quantize(windows, qtype, channel_axes=(3,), method="balanced")
+    np.testing.assert_array_equal(other.qvalue.reshape(25, 40), q.qvalue)
+    tiled = quantize(x, qtype, channel_axes=(1,), tile_axes={0: 10}, method="balanced")
+    last = quantize(x[20:], qtype, channel_axes=(1,), method="balanced")
+    np.testing.assert_array_equal(tiled.qvalue[20:], last.qvalue)
 
 
-def test_quantize_for_conv_refuses_what_it_cannot_read():
-    with pytest.raises(ValueError, match="side must be 'lhs'"):
-        quantize_for_conv(jnp.ones((2, 3)), "int8", "left", (0, 1))
-    for spec in ("NC", ("NC", "OI", "NC")):
-        with pytest.raises(TypeError, match=r"Make one with jax\.lax\.conv_dimension_numbers"):
-            quantize_for_conv(jnp.ones((2, 3)), "int8", "lhs", spec)
+def test_balanced_is_for_integers_and_keeps_what_is_not_finite():
+    x = jnp.asarray([[1.0, jnp.nan, 0.3], [jnp.inf, 2.0, 0.7]])
+    kept, plain = (quantize(x, "int8", channel_axes=(1,), method=m) for m in ("balanced", "absmax"))
+    np.testing.assert_array_equal(kept.scale, plain.scale)
+    np.testing.assert_array_equal(kept.qvalue[:, :2], plain.qvalue[:, :2])
+    with pytest.raises(ValueError, match="for integer qtypes"):
+        quantize(x, "nf4", method="balanced")
+    with pytest.raises(ValueError, match="takes no number"):
+        quantize(x, "int8", method="balanced,2")

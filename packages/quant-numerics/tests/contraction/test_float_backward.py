@@ -10,6 +10,7 @@ from jax import lax
 
 import quant_numerics as qn
 from jaxtap_testkit.numbers import normal
+from jaxtap_testkit.qarray_samples import train_conv
 
 INT8 = qn.HowToQuantize("int8")
 FLOAT = qn.Backward(None)
@@ -20,9 +21,8 @@ def dims():
 
 
 def conv(lhs, rhs, op=lax.conv_general_dilated, **options):
-    return op(
-        lhs, rhs, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
-    )  # fmt: skip
+    options |= {"window_strides": (1, 1), "padding": "SAME"}
+    return op(lhs, rhs, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
 SIZES = np.array([3, 5], np.int32)
@@ -30,21 +30,21 @@ SIZES = np.array([3, 5], np.int32)
 # and the axes of each operand that share a scale.
 OPS = {
     "dot": (
-        lambda x, w, **o: qn.train_dot_general(x, w, dims(), **o),
+        qn.Matmul(dims()).train,
         lambda x, w: lax.dot_general(x, w, dims()),
         ((8, 16), (16, 4)),
         (8, 4),
         ((1,), (0,)),
     ),
     "convolution": (
-        functools.partial(conv, op=qn.train_conv_general_dilated),
+        functools.partial(conv, op=train_conv),
         conv,
         ((2, 5, 5, 3), (3, 3, 3, 4)),
         (2, 5, 5, 4),
         ((1, 2, 3), (0, 1, 2)),
     ),
     "ragged dot": (
-        lambda x, w, **o: qn.train_ragged_dot(x, w, SIZES, **o),
+        lambda x, w, **o: qn.RaggedMatmul().train(x, w, SIZES, **o),
         lambda x, w: lax.ragged_dot(x, w, SIZES),
         ((8, 16), (2, 16, 4)),
         (8, 4),
@@ -82,7 +82,7 @@ def test_an_operand_that_comes_quantized():
     """Its quantized values count, whatever the float operand holds."""
     x, w, other = normal(8, 16), normal(16, 4, seed=1), normal(16, 4, seed=2)
     quantized = qn.quantize_for_dot(other, (0,), "int8")
-    run = functools.partial(qn.train_dot_general, dimension_numbers=dims(), rhs_how=INT8)
+    run = functools.partial(qn.Matmul(dims()).train, rhs_how=INT8)
     y, pull = jax.vjp(
         lambda x, w: run(x, w, lhs_how=None, backward=FLOAT, rhs_quantized=quantized), x, w
     )
@@ -98,7 +98,7 @@ def test_options_without_a_format_are_refused():
         with pytest.raises(ValueError, match="without a qtype must have no other options"):
             qn.Backward(None, **options)
     with pytest.raises(ValueError, match="must quantize a gradient"):
-        qn.train_dot_general(
-            normal(8, 16), normal(16, 4), dims(), lhs_how=INT8, rhs_how=INT8, backward=FLOAT,
+        qn.Matmul(dims()).train(
+            normal(8, 16), normal(16, 4), lhs_how=INT8, rhs_how=INT8, backward=FLOAT,
             cotangent_calibration=qn.Calibration(None, jnp.ones(())),
         )  # fmt: skip

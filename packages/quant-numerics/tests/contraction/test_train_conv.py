@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtap_testkit.qarray_samples import CONVOLUTIONS, normal
+from jaxtap_testkit.qarray_samples import CONVOLUTIONS, normal, train_conv
 from quant_numerics import (
     Backward,
     Calibration,
     HowToQuantize,
     conv_general_dilated,
-    quantize_for_conv,
-    train_conv_general_dilated,
+    quantize,
 )
 
 pytestmark = pytest.mark.sample(2)
@@ -30,9 +29,7 @@ def problem(name):
                               **dict(zip(("lhs_dilation", "rhs_dilation"), args[2:], strict=False)),
                               **options)  # fmt: skip
     g = normal(*jax.eval_shape(exact, x, w).shape, seed=2)
-    train = functools.partial(
-        train_conv_general_dilated, **exact.keywords, lhs_how=INT8, rhs_how=INT8
-    )
+    train = functools.partial(train_conv, **exact.keywords, lhs_how=INT8, rhs_how=INT8)
     return x, w, g, exact, train
 
 
@@ -70,7 +67,8 @@ def test_gradients_of_all_kinds_of_convolutions(name, backward):
     dn = lax.conv_dimension_numbers(x.shape, w.shape, options.get("dimension_numbers"))
 
     def ptq(x, w):
-        lhs, rhs = quantize_for_conv(x, "int8", "lhs", dn), quantize_for_conv(w, "int8", "rhs", dn)
+        lhs = quantize(x, "int8", channel_axes=dn.lhs_spec[:1])
+        rhs = quantize(w, "int8", channel_axes=dn.rhs_spec[:1])
         return conv_general_dilated(lhs, rhs, **options)
 
     np.testing.assert_array_equal(out, jax.jit(ptq)(x, w))
@@ -82,8 +80,8 @@ def test_gradients_without_examples():
 
     def loss(x, w):
         options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "lhs_how": how, "rhs_how": how}
-        out = train_conv_general_dilated(x, w, (1, 1), "SAME", backward=Backward("int8"), **options)
-        return out.sum()
+        options |= {"window_strides": (1, 1), "padding": "SAME", "backward": Backward("int8")}
+        return train_conv(x, w, **options).sum()
 
     gx, gw = jax.jit(jax.grad(loss, (0, 1)))(x, w)
     assert gx.shape == x.shape
@@ -215,7 +213,6 @@ def test_dtypes(dtype):
 def test_what_is_refused():
     x, w, _, _, train = problem("nhwc same")
     for options in (
-        {"lhs_how": HowToQuantize("int8", 4)},
         {"rhs_how": HowToQuantize("mxfp8")},
         {"backward": Backward("nvfp4")},
         {"backward": (None, Backward("int8", tile_size=2))},

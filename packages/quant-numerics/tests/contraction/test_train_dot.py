@@ -19,13 +19,13 @@ from quant_numerics import (
     Backward,
     Calibration,
     HowToQuantize,
+    Matmul,
     calibrate,
     dot_general,
     einsum,
+    einsum_dimension_numbers,
     quantize,
     quantize_for_dot,
-    train_dot_general,
-    train_einsum,
 )
 
 pytestmark = pytest.mark.sample(2)
@@ -37,9 +37,9 @@ INT8 = HowToQuantize("int8")
 X, W, G = normal(6, 16), normal(16, 8, seed=1), normal(6, 8, seed=2)
 
 
-def train(x, w, dims=MATMUL, how=INT8, backward=None, **options):
+def train(x, w, dims=MATMUL, how=INT8, backward=None, dtype=None, **options):
     options = {"lhs_how": how, "rhs_how": how, "backward": backward, **options}
-    return train_dot_general(x, w, dims, **options)
+    return Matmul(dims, preferred_element_type=dtype).train(x, w, **options)
 
 
 def grads(fn, *args, cotangent=G, wrap=jax.jit):
@@ -399,7 +399,7 @@ def test_gradients_have_the_operands_dtypes(dtype, backward):
     f = functools.partial(train, backward=backward)
     out, gx, gw = grads(f, x, w)
     assert (out.dtype, gx.dtype, gw.dtype) == (jnp.float32, x.dtype, w.dtype)
-    out, gx, gw = grads(functools.partial(f, preferred_element_type=jnp.bfloat16), x, w)
+    out, gx, gw = grads(functools.partial(f, dtype=jnp.bfloat16), x, w)
     assert (out.dtype, gx.dtype, gw.dtype) == (jnp.bfloat16, x.dtype, w.dtype)
     assert relative(gx.astype(jnp.float32), G @ W.T) < 0.03
 
@@ -465,7 +465,9 @@ def test_einsum(spec, shape_l, shape_r, backward):
     options = {"lhs_how": INT8, "rhs_how": INT8, "backward": backward}
     want = np.einsum(spec, x.astype(np.float64), w)
     g = normal(*want.shape, seed=2)
-    out, gx, gw = grads(lambda x, w: train_einsum(spec, x, w, **options), x, w, cotangent=g)
+    # The subscripts say all that training needs, also where a label is twice in an operand.
+    op = Matmul((((), ()), ((), ())), spec)
+    out, gx, gw = grads(lambda x, w: op.train(x, w, **options), x, w, cotangent=g)
     assert relative(out, want) < 0.03
     _, fx, fw = grads(lambda x, w: jnp.einsum(spec, x, w), x, w, cotangent=g)
     assert relative(gx, fx) < 0.03
@@ -474,12 +476,13 @@ def test_einsum(spec, shape_l, shape_r, backward):
 
 def test_einsum_has_the_value_of_quantizing_first():
     spec = "dn,bd->nb"
+    op = Matmul(einsum_dimension_numbers(spec, 2, 2), spec)
     x, w = normal(8, 3), normal(4, 8, seed=1)
 
     def ptq(x, w):
         return einsum(spec, quantize_for_dot(x, (0,), "int8"), quantize_for_dot(w, (1,), "int8"))
 
-    ours = jax.jit(lambda x, w: train_einsum(spec, x, w, lhs_how=INT8, rhs_how=INT8))(x, w)
+    ours = jax.jit(lambda x, w: op.train(x, w, lhs_how=INT8, rhs_how=INT8))(x, w)
     np.testing.assert_array_equal(ours, jax.jit(ptq)(x, w))
 
 

@@ -15,7 +15,6 @@ from quant_numerics import (
     dequantize,
     get_qtype,
     quantize,
-    quantize_for_conv,
     quantize_for_dot,
     quantize_with,
     scale_of,
@@ -336,17 +335,14 @@ def test_a_float_tile_is_one_over_the_number_of_tiles():
 
 
 @pytest.mark.slow
-def test_granularity_for_dots_and_convolutions():
+def test_granularity_for_dots():
     x = jnp.ones((2, 64))
-    for_dot, for_conv = quantize_for_dot, quantize_for_conv
+    for_dot = quantize_for_dot
     assert scales(x, (1,), "int8", by=for_dot, channelwise=False) == (1, 1)
     assert scales(x, (1,), "int8", 0.25, by=for_dot, channelwise=False) == (1, 4)
     assert scales(x, (1,), "mxfp4", by=for_dot) == (2, 2)
     points = jax.eval_shape(lambda x: for_dot(x, (1,), "int8", method="minmax"), x).zero_point
     assert points.shape == (2, 1)
-    assert scales(x, "int8", "lhs", (0, 1), by=for_conv, channelwise=False) == (1, 1)
-    with pytest.raises(ValueError, match="must have no blocks"):
-        quantize_for_conv(x, "nvfp4", "lhs", (0, 1))
 
 
 @pytest.mark.slow

@@ -19,12 +19,12 @@ from quant_numerics import (
     is_pointwise,
     qarray,
     quantize,
-    quantize_for_conv,
+    quantize_for_dot,
 )
 
 pytestmark = pytest.mark.sample(2)
 
-dequantize, quantize, quantize_for_conv = map(as_program, (dequantize, quantize, quantize_for_conv))
+dequantize, quantize, quantize_for_dot = map(as_program, (dequantize, quantize, quantize_for_dot))
 INF, NAN = float("inf"), float("nan")
 
 
@@ -138,8 +138,8 @@ def test_error_is_within_the_analytic_bound(qtype, seed, features):
 
     @jax.jit
     def f(x, w):
-        lhs = quantize_for_conv(x, qtype, "lhs", dn)
-        rhs = quantize_for_conv(w, qtype, "rhs", dn)
+        lhs = quantize(x, qtype, channel_axes=dn.lhs_spec[:1])
+        rhs = quantize(w, qtype, channel_axes=dn.rhs_spec[:1])
         return conv_general_dilated(lhs, rhs, (1,), "SAME"), lhs.scale, rhs.scale
 
     out, sx, sw = map(np.asarray, f(x, w))
@@ -161,8 +161,8 @@ def test_a_non_finite_value_spoils_its_sample_or_feature_and_no_other(bad, which
 
     @jax.jit
     def both(x, w):
-        lhs = x if which == "rhs" else quantize_for_conv(x, "int8", "lhs", dn)
-        rhs = w if which == "lhs" else quantize_for_conv(w, "int8", "rhs", dn)
+        lhs = x if which == "rhs" else quantize(x, "int8", channel_axes=dn.lhs_spec[:1])
+        rhs = w if which == "lhs" else quantize(w, "int8", channel_axes=dn.rhs_spec[:1])
         ours = conv_general_dilated(lhs, rhs, (1,), "VALID")
         return ours, lax.conv_general_dilated(x, w, (1,), "VALID")
 
@@ -202,7 +202,10 @@ def test_sizes_of_zero(shape_l, shape_r):
 
     @jax.jit
     def f(x, w):
-        lhs, rhs = quantize_for_conv(x, "int8", "lhs", dn), quantize_for_conv(w, "int8", "rhs", dn)
+        lhs, rhs = (
+            quantize(x, "int8", channel_axes=dn.lhs_spec[:1]),
+            quantize(w, "int8", channel_axes=dn.rhs_spec[:1]),
+        )
         return conv_general_dilated(lhs, rhs, (1,), "SAME")
 
     assert jnp.array_equal(f(x, w), want)
@@ -277,7 +280,7 @@ def test_other_scales_are_refused():
     with pytest.raises(ValueError, match=r"one per output feature \(shape \(4, 1, 1\)\), got"):
         conv_general_dilated(lhs, coarse((4, 3, 2), 1, 0), (1,), "SAME")
     tiled = qarray(lhs.qvalue, jnp.ones((1, 1, 2)), "int8", jnp.float32)
-    with pytest.raises(ValueError, match="quantize_for_conv"):
+    with pytest.raises(ValueError, match="Quantize it with quantize"):
         conv_general_dilated(tiled, rhs, (1,), "SAME")
 
 
@@ -359,8 +362,8 @@ def test_all_formats(left, right):
 
     @jax.jit
     def f(x, w):
-        lhs = x if left is None else quantize_for_conv(x, left, "lhs", dn)
-        rhs = quantize_for_conv(w, right, "rhs", dn)
+        lhs = x if left is None else quantize(x, left, channel_axes=dn.lhs_spec[:1])
+        rhs = quantize(w, right, channel_axes=dn.rhs_spec[:1])
         numbers = [a if not isinstance(a, QArray) else dequantize(a) for a in (lhs, rhs)]
         return conv_general_dilated(lhs, rhs, (1,), "SAME"), numbers
 
@@ -409,18 +412,14 @@ def test_a_kernel_with_tiles_is_dequantized():
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 7, 40), (3, 40, 5)))
     layout = ("NHC", "HIO", "NHC")
     for tile, scales in ((32, (3, 2, 5)), (40, (3, 1, 5))):
-        q = jax.jit(
-            lambda w, tile=tile: quantize_for_conv(w, "int4", "rhs", (2, 1, 0), tile_size=tile)
-        )(w)
+        q = jax.jit(lambda w, tile=tile: quantize_for_dot(w, (0, 1), "int4", tile))(w)
         assert q.scale.shape == scales
         got = run(x, q, (1,), "SAME", dimension_numbers=layout)
         want = reference(x, dequantize(q), (1,), "SAME", dimension_numbers=layout)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
-        with pytest.raises(ValueError, match="quantize_for_conv"):
+        with pytest.raises(ValueError, match="Quantize it with quantize"):
             run(quantize(x, "int8"), q, (1,), "SAME", dimension_numbers=layout)
-    assert quantize_for_conv(w, "mxfp4", "rhs", (2, 1, 0)).scale.shape == (3, 2, 5)
-    with pytest.raises(ValueError, match="input of a convolution must have no blocks or tiles"):
-        quantize_for_conv(x, "int8", "lhs", (0, 2, 1), tile_size=8)
+    assert quantize_for_dot(w, (0, 1), "mxfp4").scale.shape == (3, 2, 5)
 
 
 POINTWISE = {

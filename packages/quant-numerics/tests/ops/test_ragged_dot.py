@@ -16,6 +16,7 @@ from jaxtap_testkit.qarray_samples import value
 from quant_numerics import (
     Backward,
     HowToQuantize,
+    RaggedMatmul,
     dequantize,
     get_qtype,
     qarray,
@@ -23,7 +24,6 @@ from quant_numerics import (
     quantize_for_dot,
     ragged_dot,
     ragged_dot_general,
-    train_ragged_dot,
 )
 
 pytestmark = pytest.mark.sample(2)
@@ -85,7 +85,10 @@ def test_rows_of_no_group_move_no_gradient():
     @jax.jit
     def grads(x, w, g):
         train = functools.partial(
-            train_ragged_dot, lhs_how=how, rhs_how=how, backward=Backward("int8", channelwise=False)
+            RaggedMatmul().train,
+            lhs_how=how,
+            rhs_how=how,
+            backward=Backward("int8", channelwise=False),
         )
         return jax.vjp(lambda x, w: train(x, w, sizes), x, w)[1](g)
 
@@ -271,6 +274,11 @@ def grads(f):
     return jax.jit(run)(X, W, G)
 
 
+def trained(*extras, **options):
+    """Return the training form of ``ragged_dot`` for some groups."""
+    return lambda x, w: RaggedMatmul().train(x, w, *extras, **options)
+
+
 def relative(a, b):
     return np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b)
 
@@ -290,9 +298,7 @@ def relative(a, b):
     "backward", [None, Backward("int8"), Backward("int8", channelwise=False)], ids=str
 )
 def test_training(how, backward):
-    f = functools.partial(
-        train_ragged_dot, group_sizes=ROWS, lhs_how=how, rhs_how=how, backward=backward
-    )
+    f = trained(ROWS, lhs_how=how, rhs_how=how, backward=backward)
     out, gx, gw = grads(f)
 
     @jax.jit
@@ -315,9 +321,7 @@ def test_training(how, backward):
 
 @pytest.mark.slow
 def test_the_backward_products_are_integer():
-    f = functools.partial(
-        train_ragged_dot, group_sizes=ROWS, lhs_how=INT8, rhs_how=INT8, backward=Backward("int8")
-    )
+    f = trained(ROWS, lhs_how=INT8, rhs_how=INT8, backward=Backward("int8"))
     sx = np.abs(X).max(1, keepdims=True) / 127
     sw = np.abs(W).max(1) / 127
     groups = np.repeat(np.arange(4), ROWS)
@@ -343,7 +347,7 @@ def test_training_refuses_tiles_in_the_backward_pass():
         (None, Backward("int8", residual=HowToQuantize("int8", tile_size=4))),
     ):
         with pytest.raises(ValueError, match=r"gradient of rhs .* tiles, got"):
-            train_ragged_dot(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward)
+            RaggedMatmul().train(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward)
 
 
 def float_gradients():
@@ -369,9 +373,7 @@ def float_gradients():
     ids=str,
 )
 def test_training_in_small_formats(how, backward, near):
-    f = functools.partial(
-        train_ragged_dot, group_sizes=ROWS, lhs_how=how, rhs_how=how, backward=backward
-    )
+    f = trained(ROWS, lhs_how=how, rhs_how=how, backward=backward)
     out, gx, gw = grads(f)
     lhs = quantize_for_dot(X, (1,), how.qtype, how.tile_size)
     rhs = quantize_for_dot(W, (1,), how.qtype, how.tile_size)
@@ -391,14 +393,12 @@ def test_training_some_of_the_groups(offset):
     own = slice(start, stop)
 
     def some(x, w, g):
-        f = functools.partial(
-            train_ragged_dot, group_sizes=ROWS, group_offset=jnp.int32(offset), **options
-        )
+        f = trained(ROWS, jnp.int32(offset), **options)
         out, pull = jax.vjp(f, x, w[offset : offset + 2])
         return out, *pull(g)
 
     def alone(x, w, g):
-        f = functools.partial(train_ragged_dot, group_sizes=ROWS[offset : offset + 2], **options)
+        f = trained(ROWS[offset : offset + 2], **options)
         out, pull = jax.vjp(f, x[own], w[offset : offset + 2])
         return out, *pull(g[own])
 

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import quant_numerics as qn
+from jaxtap_testkit.qarray_samples import train_conv
 from quant_numerics.ops.cpu_conv import shifted_products, sums_of_places
 
 # Input, kernel, layouts and groups.
@@ -106,7 +107,7 @@ def test_gradients_of_the_kernel(stride):
             qn.Backward("int8", "fixed,-127,127"),
         )
         train = functools.partial(
-            qn.train_conv_general_dilated, lhs_how=how, rhs_how=how, backward=(ct, ct), **options
+            train_conv, lhs_how=how, rhs_how=how, backward=(ct, ct), **options
         )
 
         def gradient(w, g, conv, x=x):

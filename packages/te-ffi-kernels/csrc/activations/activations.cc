@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/isa_table.h"
 #include "te/table.h"
 
 namespace jaxtap::activations {
@@ -89,3 +90,5 @@ void Derived::load(int64_t row, int64_t rows, int64_t col, int64_t cols, float* 
 }
 
 }  // namespace jaxtap::activations
+
+JAXTAP_DEFINE_TABLE(activations)

@@ -6,6 +6,7 @@
 #include "attention/table.h"
 #include "common/arena.h"
 #include "common/isa.h"
+#include "common/isa_table.h"
 #include "common/parallel.h"
 
 namespace jaxtap::attention {
@@ -194,3 +195,5 @@ void backward(const Problem& p, const Gradients& gradients, const Parallel& pool
 }
 
 }  // namespace jaxtap::attention
+
+JAXTAP_DEFINE_TABLES(attention, amx, neon)

@@ -14,21 +14,22 @@
 #define JAXTAP_ON_ARM(text)
 #endif
 
-// table(isa), where AMX has the table of `of_amx`.
-#define JAXTAP_DEFINE_TABLES(part, of_amx)                                \
+// table(isa), where AMX has the table of `of_amx`, and Arm's dot products that of `of_dot`.
+#define JAXTAP_DEFINE_TABLES(part, of_amx, of_dot)                        \
   namespace jaxtap::part {                                                \
   namespace generic {                                                     \
   const Table& make_table();                                              \
   }                                                                       \
   JAXTAP_ON_ARM(namespace neon { const Table& make_table(); })            \
+  JAXTAP_ON_ARM(namespace of_dot { const Table& make_table(); })          \
   JAXTAP_ON_X86(namespace avx2 { const Table& make_table(); })            \
   JAXTAP_ON_X86(namespace avx512 { const Table& make_table(); })          \
   JAXTAP_ON_X86(namespace of_amx { const Table& make_table(); })          \
   const Table& table(Isa isa) {                                           \
     switch (isa) {                                                        \
       JAXTAP_ON_ARM(case Isa::kNeon : return neon::make_table();)         \
-      JAXTAP_ON_ARM(case Isa::kNeonDot : return neon::make_table();)      \
-      JAXTAP_ON_ARM(case Isa::kNeonI8mm : return neon::make_table();)     \
+      JAXTAP_ON_ARM(case Isa::kNeonDot : return of_dot::make_table();)    \
+      JAXTAP_ON_ARM(case Isa::kNeonI8mm : return of_dot::make_table();)   \
       JAXTAP_ON_X86(case Isa::kAvx2 : return avx2::make_table();)         \
       JAXTAP_ON_X86(case Isa::kAvxVnni : return avx2::make_table();)      \
       JAXTAP_ON_X86(case Isa::kAvx512 : return avx512::make_table();)     \
@@ -39,8 +40,9 @@
   }                                                                       \
   }
 
-// And table(), of the selected instruction set. AMX adds nothing but matmuls and attention, and
-// AVX-VNNI and Arm's dot products nothing but matmuls: the rest is that of AVX-512, AVX2 and NEON.
+// And table(), of the selected instruction set. AMX adds nothing but matmuls and attention, AVX-VNNI
+// nothing but matmuls, and Arm's dot products nothing but matmuls and convolutions: the rest is that
+// of AVX-512, AVX2 and NEON.
 #define JAXTAP_DEFINE_TABLE(part)                                         \
-  JAXTAP_DEFINE_TABLES(part, avx512)                                      \
+  JAXTAP_DEFINE_TABLES(part, avx512, neon)                                \
   const jaxtap::part::Table& jaxtap::part::table() { return table(selected_isa()); }

@@ -118,7 +118,8 @@ JAXTAP_INLINE Bytes mask_bytes(Ints holds, uint8_t bit) {
 #endif
 }
 
-JAXTAP_INLINE Floats all(float x) { return Floats{} + x; }
+// x - 0 is x, which 0 + x isn't of -0.
+JAXTAP_INLINE Floats all(float x) { return x - Floats{}; }
 
 // 0, 1, 2 ...
 JAXTAP_INLINE Ints iota() {
@@ -136,22 +137,37 @@ JAXTAP_INLINE Floats first_n(Floats x, int64_t count, float rest) {
   return iota() < static_cast<int32_t>(count) ? x : all(rest);
 }
 
-// Of numbers in memory, at any address; `read_part` and `write_part` touch `count` of them alone,
-// and the other lanes are zeros.
+// The vectors of `count` numbers: calls body(i, Whole()) for those that are full, and body(i, Part)
+// for the last if it isn't.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+template <class Body>
+JAXTAP_INLINE void over(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(i, Whole());
+  if (i < count) body(i, Part{count - i});
+}
+
+// Of numbers in memory, at any address. Of a part, `count` of them alone are touched, and the other
+// lanes are zeros.
 template <class Vector, class T>
-JAXTAP_INLINE Vector read(const T* from) {
+JAXTAP_INLINE Vector read(const T* from, Whole = {}) {
   Vector x;
   std::memcpy(&x, from, sizeof(x));
   return x;
 }
 
 template <class Vector, class T>
-JAXTAP_INLINE void write(T* to, Vector x) {
+JAXTAP_INLINE void write(T* to, Vector x, Whole = {}) {
   std::memcpy(to, &x, sizeof(x));
 }
 
 template <class Vector, class T>
-JAXTAP_INLINE Vector read_part(const T* from, int64_t count) {
+JAXTAP_INLINE Vector read(const T* from, Part part) {
+  const int64_t count = part.count;
 #if defined(__AVX512F__)
   const auto mask = static_cast<__mmask16>((1u << count) - 1u);
   if constexpr (sizeof(T) == 4) {
@@ -175,7 +191,8 @@ JAXTAP_INLINE Vector read_part(const T* from, int64_t count) {
 }
 
 template <class Vector, class T>
-JAXTAP_INLINE void write_part(T* to, Vector x, int64_t count) {
+JAXTAP_INLINE void write(T* to, Vector x, Part part) {
+  const int64_t count = part.count;
 #if defined(__AVX512F__)
   const auto mask = static_cast<__mmask16>((1u << count) - 1u);
   if constexpr (sizeof(T) == 4) {
@@ -250,84 +267,20 @@ struct F16 {
   }
 };
 
-template <class Format>
-JAXTAP_INLINE Floats load(const typename Format::Type* from) {
-  return Format::widen(read<typename Format::Vector>(from));
+template <class Format, class Where = Whole>
+JAXTAP_INLINE Floats load(const typename Format::Type* from, Where where = {}) {
+  return Format::widen(read<typename Format::Vector>(from, where));
 }
 
-template <class Format>
-JAXTAP_INLINE Floats load_part(const typename Format::Type* from, int64_t count) {
-  return Format::widen(read_part<typename Format::Vector>(from, count));
-}
-
-template <class Format>
-JAXTAP_INLINE void store(typename Format::Type* to, Floats x) {
-  write(to, Format::narrow(x));
-}
-
-template <class Format>
-JAXTAP_INLINE void store_part(typename Format::Type* to, Floats x, int64_t count) {
-  write_part(to, Format::narrow(x), count);
+template <class Format, class Where = Whole>
+JAXTAP_INLINE void store(typename Format::Type* to, Floats x, Where where = {}) {
+  write(to, Format::narrow(x), where);
 }
 
 // What a format makes of numbers.
 template <class Format>
 JAXTAP_INLINE Floats rounded(Floats x) {
   return Format::widen(Format::narrow(x));
-}
-
-// The vectors of `count` numbers: calls body(i, Whole()) for those that are full, and body(i, Part)
-// for the last if it isn't.
-struct Whole {};
-struct Part {
-  int64_t count;
-};
-
-template <class Body>
-JAXTAP_INLINE void over(int64_t count, const Body& body) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) body(i, Whole());
-  if (i < count) body(i, Part{count - i});
-}
-
-template <class Format>
-JAXTAP_INLINE Floats load(const typename Format::Type* from, Whole) {
-  return load<Format>(from);
-}
-
-template <class Format>
-JAXTAP_INLINE Floats load(const typename Format::Type* from, Part part) {
-  return load_part<Format>(from, part.count);
-}
-
-template <class Format>
-JAXTAP_INLINE void store(typename Format::Type* to, Floats x, Whole) {
-  store<Format>(to, x);
-}
-
-template <class Format>
-JAXTAP_INLINE void store(typename Format::Type* to, Floats x, Part part) {
-  store_part<Format>(to, x, part.count);
-}
-
-template <class Vector, class T>
-JAXTAP_INLINE Vector read(const T* from, Whole) {
-  return read<Vector>(from);
-}
-
-template <class Vector, class T>
-JAXTAP_INLINE Vector read(const T* from, Part part) {
-  return read_part<Vector>(from, part.count);
-}
-
-template <class Vector, class T>
-JAXTAP_INLINE void write(T* to, Vector x, Whole) {
-  write(to, x);
-}
-
-template <class Vector, class T>
-JAXTAP_INLINE void write(T* to, Vector x, Part part) {
-  write_part(to, x, part.count);
 }
 
 JAXTAP_INLINE Floats first_n(Floats x, Whole, float) { return x; }

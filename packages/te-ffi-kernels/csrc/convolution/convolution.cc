@@ -7,6 +7,7 @@
 #include "common/arena.h"
 #include "common/convert.h"
 #include "common/error.h"
+#include "common/isa_table.h"
 #include "common/parallel.h"
 #include "convolution/table.h"
 #include "matmul/checks.h"
@@ -133,12 +134,15 @@ class Convolver {
       : args_(args),
         layout_(args.weights.layout),
         kernels_(kernels_of(isa)),
-        table_(table()),
+        // Tests emulate AMX where there may not even be AVX-512, whose table it has.
+        table_(table(available(isa) ? isa : selected_isa())),
         depthwise_(is_depthwise(args)),
         pointwise_(args.groups == 1 && is_pointwise(args)),
         is_int8_(args.x_dtype == DType::S8),
         x_bytes_(static_cast<int64_t>(byte_size(args.x_dtype))),
         y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))),
+        multiplies_(table_.multiply != nullptr && isa == Isa::kAvx512 && args.y_dtype == DType::F32 &&
+                    args.y_scale != nullptr && args.residual == nullptr),
         x_scale_(args.x_scale == nullptr ? Scale() : Scale::of(*args.x_scale)),
         y_scale_(args.y_scale == nullptr ? Scale() : Scale::of(*args.y_scale)) {
     for (int i = 0; i < kDims; ++i) {
@@ -461,6 +465,12 @@ class Convolver {
   void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t,
                           const Output& out) const {
     t.epilogue = nullptr;
+    if (multiplies_) {
+      Results to = results_of(m, row, column, out);
+      to.scales = t.scales;
+      to.scales_stride = t.scales_stride;
+      return table_.multiply(t, to);
+    }
     t.sums_stride = 16 * t.panels;
     t.sums = Arena<SumsTag>::get_array<int32_t>(kRoundedRows * t.sums_stride);
     Finished f{t.sums, t.sums_stride, results_of(m, row, column, out)};
@@ -696,6 +706,7 @@ class Convolver {
   const bool pointwise_;  // sums are over the channels of a pixel
   const bool is_int8_;    // x
   const int64_t x_bytes_, y_bytes_;
+  const bool multiplies_;  // by the kernel whose sums become int8 in registers
   const Scale x_scale_, y_scale_;  // that are given
   bool in_place_;  // x is multiplied where it lies
   int64_t padded_[kDims];  // elements that windows reach
@@ -735,3 +746,5 @@ void convolve(const Args& args, const Parallel& parallel, Isa isa) {
 }
 
 }  // namespace jaxtap::convolution
+
+JAXTAP_DEFINE_TABLES(convolution, avx512, neon_dot)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/isa.h"
 #include "matmul/kernels.h"
 
 namespace jaxtap::convolution {
@@ -21,7 +22,8 @@ struct Scale {
 // What a depthwise convolution reads of a line of an image: words of four bytes, in blocks of as many
 // channels as a vector has numbers, [blocks, pixels, numbers of a vector]. A word has the `taps`
 // elements of a window that lie in the line from its pixel on: the pixel's number as a float, or four
-// quantized values plus 128, which one instruction multiplies and sums. All sums are exact.
+// quantized values, which one instruction multiplies and sums (plus 128 if it takes unsigned ones).
+// All sums are exact.
 struct Spread {
   const int8_t* x;  // what the image has of the line, [inside, stride], of which `channels` are read
   int64_t stride, channels;
@@ -41,7 +43,7 @@ struct Unpack {
   int64_t columns;
   int place;         // of the element among the `taps` of a word; the first comes first
   uint32_t* words;   // [columns]
-  int32_t* starts;   // [columns], what sums begin with: less by what 128 adds to each value
+  int32_t* starts;   // [columns], what sums begin with: less by what 128, if added, adds to sums
 };
 
 // Where sums go: results of some channels of pixels that follow each other.
@@ -81,6 +83,9 @@ struct Table {
   void (*spread)(const Spread& s);
   void (*depthwise)(const Depthwise& d);
   void (*finish)(const Finished& f);
+  // Products of float32 results, without a residual, to int8, whose sums never leave registers; null
+  // where the kernels of matmuls are faster. Of `t` that reads what `exact8` does.
+  void (*multiply)(const Tile& t, const Results& to);
   // Floats of a static range, at any address, to int8.
   void (*quantize)(const void* x, DType dtype, int64_t count, Scale scale, int8_t* to);
   // zero_point times the sum of each `size` of count * size quantized values.
@@ -88,7 +93,6 @@ struct Table {
   void (*unpack)(const Unpack& u);
 };
 
-// The table of the instruction set that selected_isa() names. Throws as that.
-const Table& table();
+const Table& table(Isa isa);
 
 }  // namespace jaxtap::convolution

@@ -5,6 +5,7 @@
 
 #include "common/arena.h"
 #include "common/error.h"
+#include "common/isa_table.h"
 #include "decode/table.h"
 
 namespace jaxtap::decode {
@@ -171,3 +172,5 @@ void attend(const Attention& args, const Parallel& parallel) {
 }
 
 }  // namespace jaxtap::decode
+
+JAXTAP_DEFINE_TABLE(decode)

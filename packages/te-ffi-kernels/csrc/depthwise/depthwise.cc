@@ -4,6 +4,7 @@
 
 #include "common/arena.h"
 #include "common/error.h"
+#include "common/isa_table.h"
 #include "common/parallel.h"
 #include "depthwise/table.h"
 #include "matmul/checks.h"
@@ -132,3 +133,5 @@ void convolve(const Args& args, const Parallel& parallel, Isa isa) {
 }
 
 }  // namespace jaxtap::depthwise
+
+JAXTAP_DEFINE_TABLE(depthwise)

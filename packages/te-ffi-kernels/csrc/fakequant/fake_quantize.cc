@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "common/arena.h"
+#include "common/isa_table.h"
 
 namespace jaxtap::fakequant {
 namespace {
@@ -23,7 +24,7 @@ float greater(float a, float b) { return a != a || a > b ? a : b; }
 // The mean of the ranges of all indices.
 Extremes own_range(const Args& args, const Parallel& parallel) {
   const auto run = table().extremes[static_cast<int>(args.dtype)];
-  const int64_t size = args.dtype == te::Float::kF32 ? 4 : 2;
+  const int64_t size = te::bytes_of(args.dtype);
   const int64_t parts = std::max<int64_t>(1, (args.numbers + kPart - 1) / kPart);
   Extremes* found = Arena<Scratch>::get_array<Extremes>(args.indices * parts);
   const int64_t grain = std::max<int64_t>(1, kPart / std::max<int64_t>(1, args.numbers));
@@ -100,9 +101,8 @@ Grid grid_of(const float* bounds, const Options& options) {
 }  // namespace
 
 void fake_quantize(const Args& args, const Parallel& pool) {
-  const Parallel serial;
   const int64_t total = args.indices * args.numbers;
-  const Parallel& parallel = total <= kSerialBelow ? serial : pool;
+  const Parallel parallel = total <= kSerialBelow ? Parallel() : pool;
   float added[2];
   added_bounds(args, parallel, added);
   const Terms terms = *args.terms;
@@ -115,7 +115,7 @@ void fake_quantize(const Args& args, const Parallel& pool) {
   }
   const Grid grid = grid_of(args.bounds, args.options);
   const auto run = table().round[static_cast<int>(args.dtype)];
-  const int64_t size = args.dtype == te::Float::kF32 ? 4 : 2;
+  const int64_t size = te::bytes_of(args.dtype);
   const Extremes bounds = {args.bounds[0], args.bounds[1]};
   const int64_t groups = (args.rows + 7) / 8, width = kPart / std::clamp<int64_t>(args.rows, 1, 8);
   const int64_t parts = (args.columns + width - 1) / width;
@@ -133,3 +133,5 @@ void fake_quantize(const Args& args, const Parallel& pool) {
 }
 
 }  // namespace jaxtap::fakequant
+
+JAXTAP_DEFINE_TABLE(fakequant)

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
 #include "ffi/attention_call.h"
 #include "ffi/call.h"
@@ -77,62 +76,6 @@ inline void FillZero(const Array& array, const Parallel& parallel) {
   }
 }
 
-// One query and one key, of the sizes of the heads, unless these are more than a warm-up is worth;
-// which dtype they will have, nobody knows yet.
-class Least {
- public:
-  explicit Least(const AttentionConfig& config)
-      : qk_size_(std::min<int64_t>(config.qk_size, 1024)),
-        v_size_(std::min<int64_t>(config.v_size, 1024)),
-        numbers_(static_cast<size_t>(4 * (qk_size_ + v_size_))),
-        at_(numbers_.data()) {
-    problem.segments = problem.most_queries = problem.most_keys = 1;
-    problem.q_heads = problem.kv_heads = 1;
-    problem.segment = [](const void*, int64_t) {
-      attention::Segment segment;
-      segment.q_length = segment.kv_length = 1;
-      return segment;
-    };
-    problem.qk_size = qk_size_;
-    problem.v_size = v_size_;
-    problem.q = problem.k = Next(qk_size_);
-    problem.v = Next(v_size_);
-    problem.out = Next(v_size_);
-    problem.aux = &aux_;
-  }
-
-  attention::Gradients Gradients() {
-    attention::Gradients gradients;
-    gradients.out_grad = problem.v;
-    gradients.q_grad = Next(qk_size_);
-    gradients.k_grad = Next(qk_size_);
-    gradients.v_grad = Next(v_size_);
-    return gradients;
-  }
-
-  attention::Problem problem;
-
- private:
-  attention::Tokens Next(int64_t size) {
-    float* const numbers = at_;
-    at_ += size;
-    return {numbers, size, size};
-  }
-
-  const int64_t qk_size_, v_size_;
-  std::vector<float> numbers_;
-  float* at_;
-  float aux_ = 0;
-};
-
-void WarmForward(const AttentionConfig& config) {
-  Least least(config);
-  for (DType dtype : {DType::F32, DType::BF16}) {
-    least.problem.dtype = dtype;
-    attention::forward(least.problem, Parallel());
-  }
-}
-
 void Forward(const AttentionForwardCall& given, const Parallel& parallel) {
   const Sequences sequences(given.config, given.sequences);
   attention::Problem p = given.problem;
@@ -149,15 +92,6 @@ void Forward(const AttentionForwardCall& given, const Parallel& parallel) {
   std::copy_n(static_cast<const uint32_t*>(seed.data),
               std::min<int64_t>({2, seed.size(), state.size()}),
               static_cast<uint32_t*>(state.data));
-}
-
-void WarmBackward(const AttentionConfig& config) {
-  Least least(config);
-  const attention::Gradients gradients = least.Gradients();
-  for (DType dtype : {DType::F32, DType::BF16}) {
-    least.problem.dtype = dtype;
-    attention::backward(least.problem, gradients, Parallel());
-  }
 }
 
 // The result is the same at each call, whatever `deterministic` says.
@@ -177,8 +111,8 @@ void Backward(const AttentionBackwardCall& given, const Parallel& parallel) {
   attention::backward(p, given.gradients, parallel);
 }
 
-const Handlers<AttentionForwardCall, WarmForward, Forward> kForward;
-const Handlers<AttentionBackwardCall, WarmBackward, Backward> kBackward;
+const Handlers<AttentionForwardCall, Forward> kForward;
+const Handlers<AttentionBackwardCall, Backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -4,8 +4,9 @@
 #include <cstring>
 #include <utility>
 
-#include "common/spin_workers.h"
+#include "common/packed.h"
 #include "common/pages.h"
+#include "common/spin_workers.h"
 
 namespace jaxtap::ffi {
 namespace {
@@ -185,10 +186,25 @@ void XlaScheduler::schedule(std::function<void()> task) {
   args.task(args.data);
 }
 
+namespace {
+
+// What the first call of any kernel would wait for. Throws for an instruction set that can't be.
+void WarmUp() {
+  selected_isa();  // for AMX, this asks the system for permission
+  [[maybe_unused]] static const bool once = [] {
+    read_code();
+    warm_panel_checks();
+    return true;
+  }();
+}
+
+}  // namespace
+
 XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target,
-                              void (*warm)(const Attributes&)) {
+                              void (*read)(const Attributes&)) {
   return Run(*frame, target, XLA_FFI_ExecutionStage_INSTANTIATE, [&] {
-    warm(Attributes(frame->attrs));
+    read(Attributes(frame->attrs));
+    WarmUp();
     CountWarm(target);
   });
 }

@@ -7,7 +7,9 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <type_traits>
 
+#include "common/isa.h"
 #include "common/parallel.h"
 #include "ffi/attributes.h"
 #include "ffi/buffers.h"
@@ -85,37 +87,40 @@ class XlaScheduler : public Scheduler {
   Clock::time_point begin_{};  // of the first task
 };
 
-// What the stages do. `warm` and `run` throw for what can't be.
+// What the stages do. `read` and `run` throw for what can't be.
 XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target,
-                              void (*warm)(const Attributes&));
+                              void (*read)(const Attributes&));
 XLA_FFI_Error* RunExecute(XLA_FFI_CallFrame* frame, const char* target,
                           void (*run)(const Call&, const Parallel&));
 
-// The handlers of an op. Put one as a static variable beside the functions.
+// The handlers of an op. Put one as a static variable beside the function, or in kernels.cc.
 //
 // `Op` describes the op for all platforms: it has a `kTarget`; a `Config`, which is made of the
-// attributes; and is itself made of a call. Both throw for what can't be.
-template <class Op, void (*kWarm)(const typename Op::Config&),
-          void (*kRun)(const Op&, const Parallel&)>
+// attributes; and is itself made of a call. Both throw for what can't be. kRun takes it and threads;
+// or its `args`, which are a kernel's arguments, and threads, and where kernels want to be told the
+// instruction set, that.
+template <class Op, auto kRun>
 struct Handlers {
   Handlers() { Targets().push_back({Op::kTarget, Instantiate, Execute}); }
-
-  // Of an op that has no warm-up, and why.
-  explicit Handlers(const char* no_warm_up) {
-    Targets().push_back({Op::kTarget, nullptr, Execute, no_warm_up});
-  }
 
  private:
   static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
     return RunInstantiate(frame, Op::kTarget, [](const Attributes& attributes) {
-      const typename Op::Config config(attributes);
-      if constexpr (kWarm != nullptr) kWarm(config);
+      static_cast<void>(typename Op::Config(attributes));
     });
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
     return RunExecute(frame, Op::kTarget, [](const Call& call, const Parallel& parallel) {
-      kRun(Op(call), parallel);
+      const Op given(call);
+      if constexpr (std::is_invocable_v<decltype(kRun), const Op&, const Parallel&>) {
+        kRun(given, parallel);
+      } else if constexpr (std::is_invocable_v<decltype(kRun), decltype((given.args)),
+                                               const Parallel&>) {
+        kRun(given.args, parallel);
+      } else {
+        kRun(given.args, parallel, selected_isa());
+      }
     });
   }
 };

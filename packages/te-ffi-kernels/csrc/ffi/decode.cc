@@ -1,7 +1,5 @@
 // Handler of attention over a cache.
 
-#include <vector>
-
 #include "decode/decode.h"
 #include "ffi/call.h"
 #include "ffi/stack.h"
@@ -120,27 +118,7 @@ struct DecodeCall {
   Attention args;
 };
 
-void Warm(const DecodeConfig& config) {
-  constexpr int64_t kSize = 64, kPositions = 64;
-  std::vector<float> q(kSize), keys(kPositions * kSize), out(kSize);
-  const int32_t length = kPositions;
-  Attention args;
-  args.batch = args.queries = args.kv_heads = 1;
-  args.positions = kPositions;
-  args.size = kSize;
-  args.q = q.data();
-  args.keys = args.values = keys.data();
-  args.lengths = &length;
-  args.out = out.data();
-  config.Set(args);
-  decode::attend(args, Parallel());
-}
-
-void Run(const DecodeCall& given, const Parallel& parallel) {
-  decode::attend(given.args, parallel);
-}
-
-const Handlers<DecodeCall, Warm, Run> kHandlers;
+const Handlers<DecodeCall, decode::attend> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -12,14 +12,14 @@
 namespace jaxtap::python {
 namespace {
 
-// {target: (stages, why there is no warm-up)}
+// {target: stages}
 Dict TargetTable() {
   Dict table;
   for (const ffi::Target& target : ffi::Targets()) {
     Dict stages;
-    if (target.instantiate != nullptr) stages.set("instantiate", Capsule(target.instantiate));
+    stages.set("instantiate", Capsule(target.instantiate));
     stages.set("execute", Capsule(target.execute));
-    table.set(target.name, Tuple(std::move(stages), target.no_warm_up));
+    table.set(target.name, std::move(stages));
   }
   return table;
 }

@@ -12,9 +12,8 @@ namespace jaxtap::ffi {
 // alone, and `execute` for every call. It never calls `prepare` and `initialize` there.
 struct Target {
   const char* name;
-  XLA_FFI_Handler* instantiate;  // nullptr where there is no warm-up
+  XLA_FFI_Handler* instantiate;
   XLA_FFI_Handler* execute;
-  const char* no_warm_up = "";  // why there is none
 };
 
 inline std::vector<Target>& Targets() {

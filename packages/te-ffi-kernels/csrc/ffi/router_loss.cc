@@ -1,7 +1,5 @@
 // Handlers of the router's loss.
 
-#include <vector>
-
 #include "ffi/call.h"
 #include "ffi/floats.h"
 #include "ffi/router_loss_call.h"
@@ -53,21 +51,8 @@ void LossGradient(const RouterLossGradientCall& given, const Parallel& parallel)
   }
 }
 
-template <class Config>
-void Warm(const Config&) {
-  constexpr int64_t kSide = 32;
-  const std::vector<float> probs(kSide * kSide, 0.5f);
-  std::vector<float> out(probs.size());
-  router::Loss args;
-  args.tokens = args.experts = kSide;
-  args.coefficient = 1.0f;
-  router::loss(args, probs.data(), probs.data(), Parallel());
-  router::loss_gradient(args, probs.data(), 1.0f, out.data(), Parallel());
-}
-
-const Handlers<RouterLossCall, Warm<RouterLossCall::Config>, Loss> kLoss;
-const Handlers<RouterLossGradientCall, Warm<RouterLossGradientCall::Config>, LossGradient>
-    kLossGradient;
+const Handlers<RouterLossCall, Loss> kLoss;
+const Handlers<RouterLossGradientCall, LossGradient> kLossGradient;
 
 }  // namespace
 }  // namespace jaxtap::ffi

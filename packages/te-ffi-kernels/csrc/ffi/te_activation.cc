@@ -1,44 +1,14 @@
 // Handlers of act_lu and dact_dbias_quantize. Sums for a bias go with all activations here.
 
-#include <vector>
-
 #include "activations/activations.h"
 #include "ffi/call.h"
 #include "ffi/te_activation_call.h"
 #include "ffi/te_outputs.h"
-#include "te/table.h"
 
 namespace jaxtap::ffi {
 namespace {
 
-using Config = ActivationConfig;
-
-constexpr int64_t kSide = te::kTile;
-
-// One run on floats, and one of the quantizer's loops.
-template <class Source>
-void WarmSource(const Config& config, int64_t cols, bool sums) {
-  std::vector<float> x(2 * kSide * kSide, 1.0f), out(2 * kSide * kSide);
-  activations::Operands operands;
-  operands.activation = config.activation;
-  operands.params = config.params;
-  operands.dz = operands.x = x.data();
-  operands.cols = kSide;
-  const Source source(operands);
-  te::Quantize args;
-  args.source = &source;
-  args.rows = kSide;
-  args.cols = cols;
-  args.scaling = te::Scaling::kNone;
-  args.out = out.data();
-  te::quantize(args, Parallel());
-  if (config.output.quantizes()) {
-    te::warm_quantize(config.output.scaling, te::has_rowwise(config.output.layout),
-                      te::has_colwise(config.output.layout), sums);
-  }
-}
-
-activations::Operands OperandsOf(const Config& config, const Array& x, const Matrix& rows) {
+activations::Operands OperandsOf(const ActivationConfig& config, const Array& x, const Matrix& rows) {
   activations::Operands operands;
   operands.activation = config.activation;
   operands.params = config.params;
@@ -48,17 +18,9 @@ activations::Operands OperandsOf(const Config& config, const Array& x, const Mat
   return operands;
 }
 
-void WarmForward(const Config& config) {
-  WarmSource<activations::Activated>(config, kSide, false);
-}
-
 void Forward(const ActivationCall& given, const Parallel& parallel) {
   const activations::Operands operands = OperandsOf(given.config, given.x, given.rows);
   RunOutputs(given.outputs, activations::Activated(operands), nullptr, parallel);
-}
-
-void WarmBackward(const ActivationGradientConfig& config) {
-  WarmSource<activations::Derived>(config, config.parts() * kSide, config.is_dbias);
 }
 
 void Backward(const ActivationGradientCall& given, const Parallel& parallel) {
@@ -70,8 +32,8 @@ void Backward(const ActivationGradientCall& given, const Parallel& parallel) {
              parallel);
 }
 
-const Handlers<ActivationCall, WarmForward, Forward> kForward;
-const Handlers<ActivationGradientCall, WarmBackward, Backward> kBackward;
+const Handlers<ActivationCall, Forward> kForward;
+const Handlers<ActivationGradientCall, Backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -14,10 +14,6 @@ namespace {
 
 using te::Scaling;
 
-void Warm(const QuantizeConfig& config) {
-  te::warm_quantize(config.scaling, config.rowwise(), config.colwise(), config.is_dbias);
-}
-
 void Run(const QuantizeCall& given, const Parallel& parallel) {
   Clear(given.Unwanted());
   te::Quantize args;
@@ -110,11 +106,8 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
   }
 }
 
-const Handlers<QuantizeCall, Warm, Run> kQuantize;
-const Handlers<GroupedCall, nullptr, RunGrouped> kGrouped(
-    "Which loops run depends on group_sizes, which are read on the host while the call runs, as "
-    "Transformer Engine does on GPU, where it synchronises the stream; the kernels for CUDA here "
-    "read them on the device, and are warmed up");
+const Handlers<QuantizeCall, Run> kQuantize;
+const Handlers<GroupedCall, RunGrouped> kGrouped;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -9,7 +9,6 @@
 #include "ffi/pack_call.h"
 #include "ffi/matmul_call.h"
 #include "ffi/stack.h"
-#include "matmul/floats.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
 #include "matmul/take.h"
@@ -17,42 +16,9 @@
 namespace jaxtap::ffi {
 namespace {
 
-// Runs the kernel once on next to nothing, so that its code is in memory.
-void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int digits, Isa isa) {
-  const int64_t k = layout.k, n = layout.columns();
-  std::vector<int8_t> qvalues(k * n, 1);
-  std::vector<uint8_t> scales(layout.scale_bytes(), 0), buffer(layout.panel_bytes());
-  std::vector<float> column_scales(n);
-  std::vector<float> x(rows * k), y(rows * n);
-  const Parallel serial;
-  pack(qvalues.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial,
-       column_scales.data());
-  Matmul args;
-  args.x = x.data();
-  args.x_dtype = dtype;
-  args.m = rows;
-  args.weights = {buffer.data(), 1, layout.panel_bytes(), n, layout};
-  args.y = y.data();
-  args.digits = digits;
-  matmul(args, serial, isa);
-}
-
 // Of activations in `Op`: one of int8, or as many as their dtype and number need.
 template <class Op>
 inline constexpr int kDigits = Op::kQuantizes ? 1 : 0;
-
-// Picks the instruction set (for AMX, this asks the system for permission), and runs the kernel.
-template <class Op>
-void WarmMatmul(const typename Op::Config& config) {
-  warm_panel_checks();
-  PanelLayout layout = config.layout;
-  layout.k = 64;
-  layout.group = layout.table().parts == 1 ? 0 : 64;
-  MultiplyOnce(layout, DType::F32, 1, kDigits<Op>, selected_isa());
-  if (kDigits<Op> == 0 && float_kernels_of(selected_isa()) != nullptr) {
-    MultiplyOnce(layout, DType::BF16, kManyRows, kDigits<Op>, selected_isa());
-  }
-}
 
 int64_t Bytes(const Array& array) { return static_cast<int64_t>(byte_size(array.dtype)); }
 
@@ -122,9 +88,6 @@ void Multiply(const Op& given, const Parallel& parallel) {
   MultiplyRows(given, 0, given.x.shape[0], weight, parallel);
 }
 
-template <class Config>
-void WarmPack(const Config&) {}
-
 template <class Op>
 void Pack(const Op& given, const Parallel& parallel) {
   const Array& out = given.buffer;
@@ -163,15 +126,11 @@ struct TakeCall {
   Take args;
 };
 
-void WarmTake(const TakeCall::Config&) { warm_panel_checks(); }
-
-void RunTake(const TakeCall& given, const Parallel& parallel) { take(given.args, parallel); }
-
 template <const char* kName, int kBits, int kActivationBits,
           class Op = MatmulCall<kName, kBits, kActivationBits>>
-using MatmulHandlers = Handlers<Op, WarmMatmul<Op>, Multiply<Op>>;
+using MatmulHandlers = Handlers<Op, Multiply<Op>>;
 template <class Op>
-using Packing = Handlers<Op, WarmPack<typename Op::Config>, Pack<Op>>;
+using Packing = Handlers<Op, Pack<Op>>;
 
 const MatmulHandlers<kGemmW8A8, 8, 8> kW8A8;
 const MatmulHandlers<kGemmW8A16, 8, 16> kW8A16;
@@ -179,7 +138,7 @@ const MatmulHandlers<kGemmW4A8, 4, 8> kW4A8;
 const MatmulHandlers<kGemmW4A16, 4, 16> kW4A16;
 const Packing<PackCall<kPackW8, 8>> kPack8;
 const Packing<PackCall<kPackW4, 4>> kPack4;
-const Handlers<TakeCall, WarmTake, RunTake> kTake;
+const Handlers<TakeCall, take> kTake;
 
 }  // namespace
 }  // namespace jaxtap::ffi

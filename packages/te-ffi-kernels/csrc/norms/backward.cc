@@ -33,10 +33,8 @@ class Task {
   }
 
  private:
-  int64_t bytes() const { return args_.dtype == te::Float::kF32 ? 4 : 2; }
-
   const float* numbers(const void* from, int64_t row, int64_t rows, float* to) const {
-    const char* at = static_cast<const char*>(from) + row * args_.cols * bytes();
+    const char* at = static_cast<const char*>(from) + row * args_.cols * bytes_;
     if (args_.dtype == te::Float::kF32) return reinterpret_cast<const float*>(at);
     te_.load[static_cast<int>(args_.dtype)](at, to, rows * args_.cols);
     return to;
@@ -71,13 +69,14 @@ class Task {
       norms_.backward(tile, results, kWide, dgamma_ + col,
                       dbeta_ == nullptr ? nullptr : dbeta_ + col);
       for (int64_t i = 0; i < rows; ++i) {
-        char* to = static_cast<char*>(args_.dx) + ((row + i) * cols + col) * bytes();
+        char* to = static_cast<char*>(args_.dx) + ((row + i) * cols + col) * bytes_;
         te_.store[static_cast<int>(args_.dtype)](results + i * kWide, to, tile.cols);
       }
     }
   }
 
   const Gradient& args_;
+  const int64_t bytes_ = te::bytes_of(args_.dtype);
   const Table& norms_ = norms::table();
   const te::Table& te_ = te::table();
   const float* gamma_;
@@ -88,8 +87,7 @@ class Task {
 
 void backward(const Gradient& args, const Parallel& pool) {
   const te::Table& table = te::table();
-  const Parallel serial;
-  const Parallel& parallel = args.rows * args.cols <= kSerialBelow ? serial : pool;
+  const Parallel parallel = args.rows * args.cols <= kSerialBelow ? Parallel() : pool;
   const float* gamma = weights<Gamma>(args.gamma, args.weights, args.cols, args.zero_centered);
   const int64_t kinds = args.kind == Kind::kRms ? 1 : 2;
   const int64_t chunk =

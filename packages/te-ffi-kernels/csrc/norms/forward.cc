@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/arena.h"
+#include "common/isa_table.h"
 #include "norms/norms.h"
 #include "norms/table.h"
 #include "norms/weights.h"
@@ -19,7 +20,7 @@ struct Gamma {};
 struct Beta {};
 
 const char* at(const Norm& norm, int64_t row, int64_t col) {
-  const int64_t bytes = norm.dtype == te::Float::kF32 ? 4 : 2;
+  const int64_t bytes = te::bytes_of(norm.dtype);
   return static_cast<const char*>(norm.x) + (row * norm.cols + col) * bytes;
 }
 
@@ -60,3 +61,5 @@ void Normalized::load(int64_t row, int64_t rows, int64_t col, int64_t cols, floa
 }
 
 }  // namespace jaxtap::norms
+
+JAXTAP_DEFINE_TABLE(norms)

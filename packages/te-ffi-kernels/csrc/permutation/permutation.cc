@@ -16,8 +16,6 @@ int64_t rows_in(int64_t bytes) {
   return std::max<int64_t>(1, kSerialBelow / std::max<int64_t>(1, bytes));
 }
 
-int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 4 : 2; }
-
 // Whose a row is.
 struct Owner {
   int64_t token = -1, expert = 0;
@@ -129,7 +127,7 @@ void unpermute(const Unpermute& args, const Parallel& parallel) {
   const RowMap& map = args.map;
   const te::Table& table = te::table();
   const int dtype = static_cast<int>(args.dtype);
-  const int64_t bytes = bytes_of(args.dtype);
+  const int64_t bytes = te::bytes_of(args.dtype);
   parallel.ranges(map.tokens, rows_in(args.cols * bytes), [&](int64_t begin, int64_t end) {
     float* sums = Arena<Sums>::get_array<float>(kWide);
     float* numbers = Arena<Numbers>::get_array<float>(kWide);
@@ -162,7 +160,7 @@ void unpermute_gradient(const UnpermuteGradient& args, const Parallel& parallel)
   const RowMap& map = args.map;
   const te::Table& table = te::table();
   const int dtype = static_cast<int>(args.dtype);
-  const int64_t bytes = bytes_of(args.dtype);
+  const int64_t bytes = te::bytes_of(args.dtype);
   const std::vector<Owner> of = owners(map);
   std::fill_n(args.factors_grad, map.tokens * map.experts, 0.0f);
   parallel.ranges(map.rows, rows_in(args.cols * bytes), [&](int64_t begin, int64_t end) {

@@ -5,6 +5,7 @@
 
 #include "common/arena.h"
 #include "common/convert.h"
+#include "common/isa_table.h"
 #include "common/parallel.h"
 #include "router/table.h"
 
@@ -19,12 +20,9 @@ struct Expanded {};
 struct Sums {};
 struct Parts {};
 
-constexpr int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 4 : 2; }
-
 template <typename Body>
 void for_tokens(int64_t tokens, int64_t experts, const Parallel& pool, const Body& body) {
-  const Parallel serial;
-  const Parallel& parallel = tokens * experts <= kSerialBelow ? serial : pool;
+  const Parallel parallel = tokens * experts <= kSerialBelow ? Parallel() : pool;
   const int64_t grain = std::max<int64_t>(1, kSerialBelow / 2 / std::max<int64_t>(1, experts));
   parallel.ranges(tokens, grain, body);
 }
@@ -48,7 +46,7 @@ void forward(const Forward& args, const Parallel& parallel) {
 
 void backward(const Backward& args, const Parallel& parallel) {
   const Options& options = args.options;
-  const int64_t experts = options.experts, bytes = bytes_of(args.dtype);
+  const int64_t experts = options.experts, bytes = te::bytes_of(args.dtype);
   const auto run = table().backward[static_cast<int>(args.dtype)][static_cast<int>(options.score)];
   for_tokens(args.tokens, experts, parallel, [&](int64_t begin, int64_t end) {
     const bool bits = options.format == MapFormat::kBits;
@@ -71,7 +69,7 @@ void backward(const Backward& args, const Parallel& parallel) {
 
 float loss(const Loss& args, const void* probs, const float* tokens_per_expert,
            const Parallel& parallel) {
-  const int64_t experts = args.experts, row = experts * bytes_of(args.dtype);
+  const int64_t experts = args.experts, row = experts * te::bytes_of(args.dtype);
   const int64_t chunks = (args.tokens + kChunk - 1) / kChunk;
   const auto add_rows = table().add_rows[static_cast<int>(args.dtype)];
   // One for each chunk, whatever thread adds it: the sum doesn't depend on how many there are.
@@ -97,7 +95,7 @@ float loss(const Loss& args, const void* probs, const float* tokens_per_expert,
 
 void loss_gradient(const Loss& args, const float* tokens_per_expert, float grad, void* out,
                    const Parallel& parallel) {
-  const int64_t bytes = args.experts * bytes_of(args.dtype);
+  const int64_t bytes = args.experts * te::bytes_of(args.dtype);
   char* row = Arena<Memory>::get_array<char>(bytes);
   for (int64_t i = 0; i < args.experts; ++i) {
     const float slope = args.coefficient * tokens_per_expert[i] * grad;
@@ -117,3 +115,5 @@ void loss_gradient(const Loss& args, const float* tokens_per_expert, float grad,
 }
 
 }  // namespace jaxtap::router
+
+JAXTAP_DEFINE_TABLE(router)

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/arena.h"
+#include "common/isa_table.h"
 #include "common/parallel.h"
 #include "softmax/table.h"
 
@@ -14,16 +15,13 @@ struct Scratch {};
 
 constexpr int64_t kSerialBelow = 1 << 14;  // numbers that aren't worth a second thread
 
-constexpr int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 4 : 2; }
-
 // Calls body(row, columns) for each row and the number of columns that it has; the rest of the
 // result's row are zeros.
 template <typename Body>
 void for_rows(const Shape& shape, void* out, const Parallel& pool, const Body& body) {
-  const Parallel serial;
-  const Parallel& parallel = shape.rows() * shape.k <= kSerialBelow ? serial : pool;
+  const Parallel parallel = shape.rows() * shape.k <= kSerialBelow ? Parallel() : pool;
   const int64_t grain = std::max<int64_t>(1, kSerialBelow / 2 / std::max<int64_t>(1, shape.k));
-  const int64_t bytes = bytes_of(shape.dtype);
+  const int64_t bytes = te::bytes_of(shape.dtype);
   if (shape.k == 0) return;
   parallel.ranges(shape.rows(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -40,7 +38,7 @@ void for_rows(const Shape& shape, void* out, const Parallel& pool, const Body& b
 void forward(const Forward& args, const Parallel& parallel) {
   const Shape& shape = args.shape;
   const auto run = table().forward[static_cast<int>(shape.dtype)][args.mask != nullptr];
-  const int64_t bytes = bytes_of(shape.dtype);
+  const int64_t bytes = te::bytes_of(shape.dtype);
   for_rows(shape, args.out, parallel, [&](int64_t row, int64_t columns) {
     const int64_t at = row * shape.k * bytes;
     const uint8_t* mask = args.mask;
@@ -58,7 +56,7 @@ void forward(const Forward& args, const Parallel& parallel) {
 
 void backward(const Backward& args, const Parallel& parallel) {
   const auto run = table().backward[static_cast<int>(args.shape.dtype)];
-  const int64_t bytes = bytes_of(args.shape.dtype);
+  const int64_t bytes = te::bytes_of(args.shape.dtype);
   for_rows(args.shape, args.out, parallel, [&](int64_t row, int64_t columns) {
     const int64_t at = row * args.shape.k * bytes;
     run(static_cast<const char*>(args.grad) + at, static_cast<const char*>(args.softmax) + at,
@@ -67,3 +65,5 @@ void backward(const Backward& args, const Parallel& parallel) {
 }
 
 }  // namespace jaxtap::softmax
+
+JAXTAP_DEFINE_TABLE(softmax)

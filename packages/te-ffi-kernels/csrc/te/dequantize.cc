@@ -16,7 +16,7 @@ constexpr int64_t kWide = 2048;
 
 void row_part(const Dequantize& args, const Table& table, int64_t row, int64_t col, int64_t cols) {
   const int64_t at = row * args.cols + col;
-  char* out = static_cast<char*>(args.out) + at * (args.dtype == Float::kF32 ? 4 : 2);
+  char* out = static_cast<char*>(args.out) + at * bytes_of(args.dtype);
   float* numbers = args.dtype == Float::kF32 ? reinterpret_cast<float*>(out)
                                              : Arena<Numbers>::get_array<float>(kWide);
   table.decode[static_cast<int>(args.qtype)](args.qvalues + at, numbers, cols);
@@ -38,8 +38,7 @@ void row_part(const Dequantize& args, const Table& table, int64_t row, int64_t c
 
 void dequantize(const Dequantize& args, const Parallel& pool) {
   const Table& table = te::table();
-  const Parallel serial;
-  const Parallel& parallel = args.rows * args.cols <= kSerialBelow ? serial : pool;
+  const Parallel parallel = args.rows * args.cols <= kSerialBelow ? Parallel() : pool;
   const int64_t parts = (args.cols + kWide - 1) / kWide;
   const int64_t grain = std::max<int64_t>(1, kSerialBelow / 2 / std::max<int64_t>(1, args.cols));
   parallel.ranges(args.rows * parts, grain, [&](int64_t begin, int64_t end) {

@@ -28,10 +28,6 @@ struct RhsPanel {};
 struct Result {};
 struct Exact {};
 
-int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t byte_size_of(Float dtype) { return dtype == Float::kF32 ? 4 : 2; }
-
 // Reads parts of lines of a factor as float32.
 class Reader {
  public:
@@ -106,11 +102,11 @@ class BlockedGemm {
         parallel_(parallel),
         table_(te::table()),
         exact_(args.lhs.dtype == DType::S8) {
-    rows_ = ceil_of(std::min(kRowsAtOnce, std::max<int64_t>(args.m, 1)), table_.tile_rows) *
+    rows_ = divide_up(std::min(kRowsAtOnce, std::max<int64_t>(args.m, 1)), table_.tile_rows) *
             table_.tile_rows;
     const int64_t fit = kPanel / std::max<int64_t>(args.k, 1);
     const int64_t cols = std::min({std::max<int64_t>(fit, 128), kMostCols, args.n});
-    cols_ = ceil_of(cols, table_.tile_cols) * table_.tile_cols;
+    cols_ = divide_up(cols, table_.tile_cols) * table_.tile_cols;
     if (args.bias != nullptr) {
       bias_.resize(static_cast<size_t>(args.n));
       table_.load[static_cast<int>(args.out_dtype)](args.bias, bias_.data(), args.n);
@@ -130,12 +126,12 @@ class BlockedGemm {
 
   void strip(int64_t begin, int64_t end) {
     const int64_t width = table_.tile_cols;
-    const int64_t panels = ceil_of(end - begin, width);
+    const int64_t panels = divide_up(end - begin, width);
     float* packed = Arena<RhsPanel>::get_array<float>(args_.k * panels * width);
-    const int64_t depths = ceil_of(args_.k, kDepth);
+    const int64_t depths = divide_up(args_.k, kDepth);
     // Some panels of one depth each: a line of rhs is long in one layout, short in the other.
     const int64_t group = args_.rhs.k_is_last ? 1 : 4;
-    const int64_t groups = ceil_of(panels, group);
+    const int64_t groups = divide_up(panels, group);
     parallel_.run(depths * groups, [&](int64_t task) {
       const int64_t at = task / groups * kDepth, depth = std::min(kDepth, args_.k - at);
       const int64_t first = task % groups * group, count = std::min(group, panels - first);
@@ -144,11 +140,11 @@ class BlockedGemm {
                 packed + at * panels * width + first * width * depth);
     });
 
-    const int64_t blocks = ceil_of(args_.m, rows_);
+    const int64_t blocks = divide_up(args_.m, rows_);
     // More tasks than threads, if need be by parts of the strip.
-    const int64_t wanted = ceil_of(4 * parallel_.threads(), std::max<int64_t>(blocks, 1));
-    const int64_t share = parallel_.threads() == 1 ? panels : ceil_of(panels, wanted);
-    const int64_t shares = ceil_of(panels, share);
+    const int64_t wanted = divide_up(4 * parallel_.threads(), std::max<int64_t>(blocks, 1));
+    const int64_t share = parallel_.threads() == 1 ? panels : divide_up(panels, wanted);
+    const int64_t shares = divide_up(panels, share);
     parallel_.run(blocks * shares, [&](int64_t task) {
       block(task / shares, {begin, end, packed}, task % shares * share,
             std::min(share, panels - task % shares * share), panels);
@@ -159,7 +155,7 @@ class BlockedGemm {
   void block(int64_t index, const Strip& strip, int64_t first, int64_t count, int64_t panels) {
     const int64_t height = table_.tile_rows, width = table_.tile_cols;
     const int64_t row = index * rows_, rows = std::min(rows_, args_.m - row);
-    const int64_t tiles = ceil_of(rows, height), stride = count * width;
+    const int64_t tiles = divide_up(rows, height), stride = count * width;
     float* lhs = Arena<LhsPanel>::get_array<float>(tiles * height * kDepth);
     float* c = Arena<Result>::get_array<float>(tiles * height * stride);
     int32_t* exact =
@@ -204,7 +200,7 @@ class BlockedGemm {
     if (args_.alpha != 1.0f) table_.multiply(line, cols, args_.alpha);
     if (!bias_.empty()) table_.add(bias_.data() + col, line, cols);
     const int dtype = static_cast<int>(args_.out_dtype);
-    const int64_t at = (row * args_.n + col) * byte_size_of(args_.out_dtype);
+    const int64_t at = (row * args_.n + col) * bytes_of(args_.out_dtype);
     if (args_.gelu) gelu(line, cols);
     table_.store[dtype](line, static_cast<char*>(args_.out) + at, cols);
   }
@@ -232,9 +228,8 @@ class BlockedGemm {
 }  // namespace
 
 void gemm(const Gemm& args, const Parallel& pool) {
-  const Parallel serial;
   const int64_t few = kSerialBelow / std::max<int64_t>(args.k, 1);
-  const Parallel& parallel = args.m * args.n <= few ? serial : pool;
+  const Parallel parallel = args.m * args.n <= few ? Parallel() : pool;
   if (args.n == 0) return;
   BlockedGemm(args, parallel).run();
 }

@@ -36,8 +36,6 @@ struct GroupedGemm {
 
 namespace grouped_detail {
 
-inline int64_t bytes_of(Float dtype) { return dtype == Float::kF32 ? 4 : 2; }
-
 // Moves a factor to a group: by so many numbers, the group's lanes being `lanes` after the first.
 inline void move(Factor& factor, Scaling scaling, int64_t index, int64_t by, int64_t lanes) {
   factor.data =
@@ -66,16 +64,16 @@ inline Gemm GroupedGemm::group(int64_t index, int64_t start, int64_t size) const
   }
   grouped_detail::move(one.lhs, each.scaling, index, lhs, lhs_lanes);
   grouped_detail::move(one.rhs, each.scaling, index, rhs, index * each.n);
-  one.out = static_cast<char*>(each.out) + out * grouped_detail::bytes_of(each.out_dtype);
+  one.out = static_cast<char*>(each.out) + out * bytes_of(each.out_dtype);
   if (each.bias != nullptr) {
-    one.bias = static_cast<const char*>(each.bias) + index * each.n * grouped_detail::bytes_of(each.out_dtype);
+    one.bias = static_cast<const char*>(each.bias) + index * each.n * bytes_of(each.out_dtype);
   }
   return one;
 }
 
 inline GroupedGemm::Rest GroupedGemm::rest(int64_t start) const {
   if (ragged != Ragged::kRows) return {};
-  const int64_t row = each.n * grouped_detail::bytes_of(each.out_dtype);
+  const int64_t row = each.n * bytes_of(each.out_dtype);
   return {static_cast<char*>(each.out) + start * row, static_cast<size_t>((length - start) * row)};
 }
 

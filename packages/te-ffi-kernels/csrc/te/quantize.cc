@@ -6,6 +6,7 @@
 
 #include "common/arena.h"
 #include "common/convert.h"
+#include "common/isa_table.h"
 #include "te/table.h"
 
 namespace jaxtap::te {
@@ -15,8 +16,6 @@ constexpr int64_t kSerialBelow = 1 << 15;  // numbers that one thread is as fast
 constexpr int64_t kMany = 1 << 22;  // quantized values that fill the caches
 constexpr int64_t kChunks = 16;
 
-int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // How a matrix is cut into tasks. It depends on shapes alone, so that sums are the same whatever
 // the number of threads.
 struct Cut {
@@ -24,13 +23,13 @@ struct Cut {
     // Rows that are computed stay whole, and may be few.
     const bool whole = args.source != nullptr && args.colwise == nullptr;
     const int64_t unit = whole ? 1 : rows >= kChunks * kTile ? kTile : kBlock;
-    const int64_t units = std::max<int64_t>(1, ceil_of(rows, unit));
-    chunk = ceil_of(units, kChunks) * unit;
-    chunks = std::max<int64_t>(1, ceil_of(rows, chunk));
+    const int64_t units = std::max<int64_t>(1, divide_up(rows, unit));
+    chunk = divide_up(units, kChunks) * unit;
+    chunks = std::max<int64_t>(1, divide_up(rows, chunk));
     // Whole rows where a scale is of a row.
-    const int64_t wanted = args.scaling == Scaling::kChannel || whole ? 1 : ceil_of(8, chunks);
-    strip = std::max<int64_t>(kTile * 16, ceil_of(ceil_of(cols, wanted), kTile) * kTile);
-    strips = std::max<int64_t>(1, ceil_of(cols, strip));
+    const int64_t wanted = args.scaling == Scaling::kChannel || whole ? 1 : divide_up(8, chunks);
+    strip = std::max<int64_t>(kTile * 16, divide_up(divide_up(cols, wanted), kTile) * kTile);
+    strips = std::max<int64_t>(1, divide_up(cols, strip));
   }
 
   int64_t tasks() const { return chunks * strips; }
@@ -119,7 +118,7 @@ class Task {
   struct QValues {};
   struct Halves {};
 
-  int64_t bytes() const { return args_.dtype == Float::kF32 ? 4 : 2; }
+  int64_t bytes() const { return bytes_of(args_.dtype); }
 
   Tile compute(int64_t row, int64_t rows, int64_t col, int64_t cols) {
     if (in_place()) {
@@ -306,8 +305,7 @@ const float* column_factors(const Quantize& args, const Table& table, const Cut&
 
 float quantize(const Quantize& args, const Parallel& pool) {
   const Table& table = te::table();
-  const Parallel serial;
-  const Parallel& parallel = args.rows * args.cols <= kSerialBelow ? serial : pool;
+  const Parallel parallel = args.rows * args.cols <= kSerialBelow ? Parallel() : pool;
   const Cut cut(args);
   const float* factors = nullptr;
   if (args.scaling == Scaling::kChannel && args.colwise != nullptr) {
@@ -344,30 +342,6 @@ float tensor_scale(float absmax, QType qtype) {
   return scale < kMost ? scale : kMost;
 }
 
-void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {
-  constexpr int64_t kSide = kTile;
-  std::vector<float> x(kSide * kSide, 1.0f), scales(kSide), colwise_scales(kSide), total(kSide);
-  std::vector<uint8_t> qvalues(kSide * kSide), columns(kSide * kSide), x8(2 * kSide),
-      colwise8(2 * kSide);
-  const bool mx = scaling == Scaling::kMx;
-  for (QType qtype : {QType::kE4M3, QType::kE5M2, QType::kInt8}) {
-    Quantize args;
-    args.x = x.data();
-    args.rows = args.cols = kSide;
-    args.qtype = qtype;
-    args.scaling = scaling;
-    if (rowwise) {
-      args.qvalues = qvalues.data();
-      args.scales = mx ? static_cast<void*>(x8.data()) : scales.data();
-    }
-    if (colwise) {
-      args.colwise = columns.data();
-      args.colwise_scales = mx ? static_cast<void*>(colwise8.data()) : colwise_scales.data();
-    }
-    if (sums) args.sums = total.data();
-    args.wants_absmax = true;
-    quantize(args, Parallel());
-  }
-}
-
 }  // namespace jaxtap::te
+
+JAXTAP_DEFINE_TABLE(te)

@@ -58,7 +58,4 @@ float quantize(const Quantize& args, const Parallel& parallel);
 // quantized value; 1 where there is no such factor.
 float tensor_scale(float absmax, QType qtype);
 
-// Calls every loop of the table that `quantize` may use for these, once, on little.
-void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums);
-
 }  // namespace jaxtap::te

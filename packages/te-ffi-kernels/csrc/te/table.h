@@ -13,6 +13,7 @@ enum class QType { kE4M3 = 0, kE5M2 = 1, kInt8 = 2 };
 
 // Formats of floating point arrays; also the index into the tables.
 enum class Float { kF32 = 0, kBF16 = 1, kF16 = 2 };
+constexpr int64_t bytes_of(Float dtype) { return dtype == Float::kF32 ? 4 : 2; }
 
 constexpr int kBlock = 32;  // numbers that share an MX scale
 constexpr int kTile = 64;   // the largest side that `transpose` takes

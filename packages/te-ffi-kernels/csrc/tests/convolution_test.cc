@@ -78,7 +78,7 @@ Buffer numbers(int64_t count, DType type, std::mt19937& random, int64_t offset) 
   std::normal_distribution<float> normal(0.0f, 2.0f);
   for (int64_t i = 0; i < count; ++i) {
     if (type == DType::S8) {
-      made.get()[i] = static_cast<uint8_t>(static_cast<int>(random() % 255) - 127);
+      made.get()[i] = static_cast<uint8_t>(random());
     } else {
       set_element(made.get(), type, i, normal(random));
     }
@@ -351,6 +351,50 @@ TEST(convolutions_round_results_as_quotients) {
       const float beyond[] = {NAN, INFINITY, -INFINITY, 1e30f, 0.0f};
       set_element(o.residual.get(), DType::F32, i, i % 13 == 5 ? beyond[i % 5] : half);
     }
+    check_operands(c, o, Parallel(), 1);
+  }
+}
+
+// Results that go to int8 in one step, from sums and a bias alone: close to the middle between two whole
+// numbers, on it, beyond what is int8, and with scales whose products are no normal numbers.
+TEST(convolutions_round_results_in_one_step) {
+  std::mt19937 random(49);
+  const float scales[][2] = {{0.02f, 0.043f}, {0.25f, 1.0f},      {0.02f, 7e-4f},  {1e-20f, 1e-22f},
+                             {1e-30f, 1e-38f}, {1e30f, 1e30f},    {1e20f, 3e19f},  {2e-38f, 1.0f},
+                             {0.02f, 1e-36f},  {INFINITY, 0.01f}, {NAN, 0.01f},    {0.02f, INFINITY}};
+  int turn = 0;
+  for (const auto& [scale, y_scale] : scales) {
+    for (bool depthwise : {false, true}) {
+      const int64_t n = depthwise ? 36 : 100;
+      Case c{1, 36, n, depthwise ? 36 : 1, turn % 4 == 2 ? 4 : 8, {axis(1), same(17, 1), same(19, 1)}};
+      if (turn % 3 == 1) c.axes[1] = c.axes[2] = same(13, 3);
+      c.x_dtype = DType::S8;
+      c.scaled = c.bias = c.to_int8 = true;
+      c.clamps = turn++ % 2 == 1;
+      Operands o{random_weights(c.k(), c.n, 0, c.bits, random),
+                 numbers(c.x_size(), c.x_dtype, random, 0), Buffer(c.n * 4, 1), Buffer(0, 0)};
+      o.scale = scale;
+      o.y_scale = y_scale;
+      for (int64_t i = 0; i < c.n; ++i) {
+        const float half = (static_cast<float>(i % 255) - 50.5f) * y_scale;
+        const float beyond[] = {NAN, INFINITY, -INFINITY, 1e30f, 1e-40f};
+        set_element(o.bias.get(), DType::F32, i, i % 9 == 5 ? beyond[i % 5] : i % 9 == 7 ? 0 : half);
+      }
+      check_operands(c, o, Parallel(), 1);
+    }
+  }
+}
+
+// Products of -128 and -128, the largest: two of them are beyond int16.
+TEST(convolutions_of_the_least_numbers) {
+  std::mt19937 random(49);
+  for (int64_t groups : {1, 24}) {
+    Case c{1, 24, 24, groups, 8, {axis(1), same(5, 3), same(6, 3)}};
+    c.x_dtype = DType::S8;
+    c.scaled = true;
+    Operands o{random_weights(c.k(), c.n, 0, c.bits, random, 0, -128),
+               Buffer(c.x_size(), 1), Buffer(0, 0), Buffer(0, 0)};
+    std::memset(o.x.get(), 0x80, static_cast<size_t>(c.x_size()));
     check_operands(c, o, Parallel(), 1);
   }
 }

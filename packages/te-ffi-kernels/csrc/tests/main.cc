@@ -40,7 +40,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   const bool lists = argc == 2 && std::strcmp(argv[1], "--list") == 0;
-  int ran = 0;
+  int ran = 0, failed = 0;
   for (const Test& test : tests()) {
     bool wanted = argc == 1 || lists;
     for (int i = 1; i < argc; ++i) wanted = wanted || std::strstr(test.name, argv[i]) != nullptr;
@@ -49,10 +49,13 @@ int main(int argc, char** argv) {
     if (lists) {
       std::printf("%s\n", test.name);
     } else {
+      const long before = failures();
       run(test);
+      failed += failures() != before;
     }
   }
   if (ran == 0) std::printf("no test has such a name\n");
+  if (!lists) std::printf("%d passed, %d failed\n", ran - failed, failed);
   if (launches() != 0) std::printf("%ld launches of kernels\n", launches());
   return ran == 0 || failures() != 0;
 }

@@ -5,6 +5,7 @@
 
 #include "common/arena.h"
 #include "common/convert.h"
+#include "common/isa_table.h"
 
 namespace jaxtap::training {
 namespace {
@@ -35,7 +36,7 @@ class Quantizer {
       : args_(args),
         table_(table()),
         dtype_(static_cast<int>(args.dtype)),
-        bytes_(args.dtype == te::Float::kF32 ? 4 : 2) {}
+        bytes_(te::bytes_of(args.dtype)) {}
 
   // Rows of all blocks, by row.
   void rows(int64_t begin, int64_t end) const {
@@ -108,8 +109,7 @@ class Quantizer {
 
 void quantize_int8(const Args& args, const Parallel& pool) {
   const int64_t blocks = args.groups * args.blocks, rows = blocks * args.rows;
-  const Parallel serial;
-  const Parallel& parallel = rows * args.columns <= kSerialBelow ? serial : pool;
+  const Parallel parallel = rows * args.columns <= kSerialBelow ? Parallel() : pool;
   const Quantizer quantizer(args);
   const int64_t grain = kPart / std::max<int64_t>(1, args.columns);
   if (args.by_row) {
@@ -160,3 +160,5 @@ void quantize_int8(const Args& args, const Parallel& pool) {
 }
 
 }  // namespace jaxtap::training
+
+JAXTAP_DEFINE_TABLE(training)

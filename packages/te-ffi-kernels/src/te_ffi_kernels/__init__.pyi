@@ -12,11 +12,11 @@ from ._stages import warm_counts as warm_counts
 from ._warmup import export_checks as export_checks
 from ._warmup import register as register
 from ._warmup import warmup as warmup
-from .activations.activation import activation as activation
 from .activations.config import ActivationEnum as ActivationEnum
 from .activations.config import ActivationParams as ActivationParams
 from .activations.config import ClampedSwigluParams as ClampedSwigluParams
 from .activations.op import act_lu as act_lu
+from .activations.op import activation as activation
 from .activations.op import dact_lu as dact_lu
 from .activations.op import quantize_dact_dbias as quantize_dact_dbias
 from .attention.op import fused_attn as fused_attn
@@ -37,7 +37,7 @@ from .grouped_matmul.op import grouped_dense as grouped_dense
 from .grouped_matmul.op import grouped_gemm_v2 as grouped_gemm_v2
 from .matmul.gemm import gemm as gemm
 from .matmul.op import gemm_v2 as gemm_v2
-from .norms.layernorm import layernorm as layernorm
+from .norms.op import layernorm as layernorm
 from .norms.op import normalization_bwd as normalization_bwd
 from .norms.op import normalization_fwd as normalization_fwd
 from .op import reference_ops as reference_ops

@@ -29,7 +29,7 @@ def _kernel(
     return KernelSpec(
         target=f"te_ffi_kernels.{op}",
         platform="cpu",
-        handlers="te_ffi_kernels._ffi:registrations",
+        handlers="te_ffi_kernels._stages:registrations",
         op=op,
         supports=f"te_ffi_kernels._supports:{supports}",
         summary=summary,

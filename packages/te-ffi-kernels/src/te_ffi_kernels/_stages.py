@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from interception_core import FfiTarget
+
 from . import _native
 
 
@@ -14,14 +16,12 @@ class Stages:
     Attributes:
         target: its name.
         names: the stages that it has: "instantiate" (on CPU, once per call site and loaded
-            executable; the kernel is warmed up there) and "execute" (each call). XLA calls
+            executable; kernels are warmed up there) and "execute" (each call). XLA calls
             "prepare" and "initialize" on GPUs only.
-        why_no_warm_up: why it isn't warmed up; None if it is.
     """
 
     target: str
     names: tuple[str, ...]
-    why_no_warm_up: str | None
 
 
 def stages(target: str) -> Stages:
@@ -37,8 +37,15 @@ def stages(target: str) -> Stages:
     name = target if "." in target else f"te_ffi_kernels.{target}"
     if name not in table:
         raise ValueError(f"There is no target {target!r}; there are: {', '.join(sorted(table))}")
-    found, why = table[name]
-    return Stages(name, tuple(sorted(found)), why or None)
+    return Stages(name, tuple(sorted(table[name])))
+
+
+def registrations() -> dict[str, FfiTarget]:
+    """Return every target with its stages, for the registry of interception-core."""
+    return {
+        name: FfiTarget(stages=stages, api_version=_native.API_VERSION)
+        for name, stages in _native.targets().items()
+    }
 
 
 def targets() -> tuple[str, ...]:

@@ -214,6 +214,26 @@ class Op:
         return {} if self._attributes is None else self._attributes(config, *operands)
 
 
+def gradient_of(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``gradient`` for an ``Op`` that saves its operands: JAX's, of a reference.
+
+    Operands that aren't floats have none.
+    """
+
+    def gradient(config: Any, operands: Sequence[jax.Array], cotangent: Any) -> tuple[Any, ...]:
+        floats = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of_floats(*given: jax.Array) -> Any:
+            filled = dict(zip(floats, given, strict=True))
+            return reference(config, *(filled.get(i, x) for i, x in enumerate(operands)))
+
+        grads = jax.vjp(of_floats, *(operands[i] for i in floats))[1](cotangent)
+        found = dict(zip(floats, grads, strict=True))
+        return tuple(found.get(i) for i in range(len(operands)))
+
+    return gradient
+
+
 @functools.cache
 def has_backend(platform: str) -> bool:
     """Return whether this process has a platform (see ``JAX_PLATFORMS``).

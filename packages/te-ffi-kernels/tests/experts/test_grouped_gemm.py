@@ -258,4 +258,3 @@ def test_what_only_the_call_knows(sizes, beta, message):
                 ((1,), (1,)), 0,
             )
         )  # fmt: skip
-    assert te.stages("grouped_gemm_v2").why_no_warm_up is None

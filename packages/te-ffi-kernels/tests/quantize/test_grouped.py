@@ -102,12 +102,6 @@ def test_groups_that_cannot_be(sizes, mode, message):
     grouped([32, 32], mode, 2)
 
 
-def test_there_is_no_warm_up_and_a_reason():
-    found = te.stages("grouped_quantize")
-    assert found.names == ("execute",)
-    assert "synchronises" in found.why_no_warm_up
-
-
 @pytest.mark.slow
 def test_vmap():
     x = jnp.arange(2 * 6 * 4, dtype=jnp.float32).reshape(2, 6, 4)

@@ -9,9 +9,8 @@ import jax
 
 from .. import compat
 from . import scope
-from .contents import Contents, flatten
+from .contents import BoxType, Contents, flatten
 from .guard import explained
-from .types import BoxType
 
 
 class Box:
@@ -101,20 +100,16 @@ class Box:
         leaves, type_ = flatten(value)
         box = self._resolved()
         try:
-            current = box._current()
-            if current.type == type_:
-                current = box._used()
-            if current.type == type_ and current.values is None:
-                current.write(leaves, box._passed, box._weak_types_change())
-            else:
-                box._change(leaves, type_)
+            with explained():
+                current = box._current()
+                if current.type == type_:
+                    current = box._used()
+                if current.type == type_ and current.values is None:
+                    current.write(leaves, box._passed, box._weak_types_change())
+                else:
+                    box._change(leaves, type_)
         except jax.errors.UnexpectedTracerError as error:
             raise scope.escaped_error() from error
-        except Exception as error:
-            replacement = explained(error)
-            if replacement is error:
-                raise
-            raise replacement from error
 
     def around(self) -> list[str]:
         """Return what the traces between here and the Box are for.

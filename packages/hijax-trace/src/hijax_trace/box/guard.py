@@ -8,6 +8,8 @@ know whether the Box is transformed, too.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from .. import compat
@@ -75,8 +77,13 @@ class Written(HiPrimitive):
 written = Written("written_to_box")
 
 
-def explained(error: Exception) -> Exception:
-    """Return the error to raise instead of JAX's."""
-    if type(error) is Exception and "set/swap operation" in str(error):
-        return TypeError(STOP_GRADIENT if "differentiated" in str(error) else VMAPPED)
-    return error
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Return a context that raises an error which tells what to do instead of JAX's."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is Exception and "set/swap operation" in str(error):
+            differentiated = "differentiated" in str(error)
+            raise TypeError(STOP_GRADIENT if differentiated else VMAPPED) from error
+        raise

@@ -23,10 +23,9 @@ from interception_core import CacheKey
 from .. import compat
 from . import scope
 from .box import Box, collect
-from .contents import Contents
+from .contents import BoxType, Contents, mut_types, record_mut_types
 from .guard import explained
 from .run import Repeated, Result, Run, apply, is_box
-from .types import BoxType, mut_types, record_mut_types
 
 # A part of the key of JAX's caches, so that programs do not share the traces made inside of them.
 _PROGRAM = CacheKey()
@@ -141,7 +140,7 @@ class BoxJit:
         with self._lock:
             self._programs = [self._made(_Program({}))]
 
-    def index(self, box: Box, contents: Contents) -> int:
+    def index(self, box: Box) -> int:
         """Return the number of a closed-over Box."""
         with self._lock:
             for i, known in enumerate(self._boxes):
@@ -217,13 +216,8 @@ class BoxJit:
             self._check_donation(args)
         self._calls.arguments, self._calls.stale = tuple(passed), False
         try:
-            with context:
+            with explained(), context:
                 result = method(program.jitted)(*args, **kwargs)
-        except Exception as error:
-            replacement = explained(error)
-            if replacement is error:
-                raise
-            raise replacement from error
         finally:
             self._calls.arguments = ()
         if self._calls.stale:

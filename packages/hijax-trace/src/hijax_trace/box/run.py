@@ -11,8 +11,7 @@ import jax
 from .. import compat
 from . import scope
 from .box import Box
-from .contents import Contents
-from .types import BoxType
+from .contents import BoxType, Contents
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +63,7 @@ class Run:
     """The Boxes of a function while it is traced. A context manager.
 
     Args:
-        index: returns the number of a closed-over Box, from the Box and its contents.
+        index: returns the number of a closed-over Box.
         outer: the Boxes among the call's arguments, as the caller has them.
 
     Attributes:
@@ -76,7 +75,7 @@ class Run:
         aliased: whether a Box is an argument and closed over.
     """
 
-    def __init__(self, index: Callable[[Box, Contents], int], outer: tuple[Box, ...]):
+    def __init__(self, index: Callable[[Box], int], outer: tuple[Box, ...]):
         self._index = index
         self.trace = compat.current_trace()
         self.outer = outer
@@ -148,7 +147,7 @@ class Run:
         for i, (box, before) in enumerate(zip(self.arguments, self.initial, strict=True)):
             self._add("argument", i, before, box._contents, entries, values)
         for box, after in self.changed.items():
-            index = self._index(box, self.used[box])
+            index = self._index(box)
             self._add("closed over", index, box._contents, after, entries, values)
         out, returned = self._without_boxes(out, entries, values)
         if not (entries or returned or always):
@@ -189,7 +188,7 @@ class Run:
                     values.append(box._contents.leaves())
                 else:
                     box._used()
-                    returned.append(("closed over", self._index(box, self.used[box])))
+                    returned.append(("closed over", self._index(box)))
             return Returned(seen[box])
 
         return jax.tree.map(replace, out, is_leaf=is_box), tuple(returned)

@@ -115,14 +115,7 @@ def check_unmixed(leaves: list, between: list[Any]) -> None:
 
 
 def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
-    """Return the error for a change of a fixed type.
-
-    Args:
-        old: the type of the contents.
-        new: the type of the value that was written.
-        trace: the trace in which the type is fixed, if it is known.
-        passed: whether the Box is an argument there.
-    """
+    """Return the error for a change of a fixed type."""
     kind = compat.traced_for(trace) if trace is not None else "a transformation"
     if kind in _LOOPS:
         return TypeError(

@@ -44,9 +44,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the operations.
 
-    Returns:
-        0.
-
     Raises:
         JaxtapError: the file, the function or an argument can't be used, or the function can't
             be traced.

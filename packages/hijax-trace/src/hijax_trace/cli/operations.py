@@ -112,9 +112,7 @@ def operations(
     Nothing is computed. A jitted function is shown once for each way in which it is called.
 
     Args:
-        fn: the function.
         args: its positional arguments: arrays or ``jax.ShapeDtypeStruct``, in pytrees.
-        targets: the targets to list, as for an ``Interceptor``.
         params: prefix of the pytree paths of all parameters. If given, calls of one jitted function
             are shown one by one, since their operands are computed in different ways.
 

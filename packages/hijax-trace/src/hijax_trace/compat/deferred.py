@@ -17,7 +17,7 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from .ahead import is_transposing
 
 deferred_p = core.Primitive("deferred")
-"""Calls its parameter ``function``, a ``staging.functions.Function``."""
+"""Calls its parameter ``function``, a ``staging.deferred.Function``."""
 deferred_p.multiple_results = True
 
 
@@ -28,11 +28,6 @@ def batch_type(axis: Any, place: int, aval: Any) -> Any:
 
 def batched(jaxpr: Any, axis: Any, axes: Sequence[int | None]) -> tuple[Any, tuple[Any, ...]]:
     """Return the closed jaxpr of all examples of a ``vmap``, as JAX makes it of a call.
-
-    Args:
-        jaxpr: the closed jaxpr of one example.
-        axis: the axis, as JAX has it.
-        axes: the mapped axis of each argument, or None.
 
     Returns:
         The jaxpr, and the mapped axis of each result, or None.
@@ -80,12 +75,7 @@ def transforms_above_staging(trace: Any) -> Transforms:
 
 
 def differentiated(jaxpr: Any, nonzero: Sequence[int]) -> list[int]:
-    """Return which results of a closed jaxpr have a tangent that is not zero.
-
-    Args:
-        jaxpr: the jaxpr.
-        nonzero: the numbers of the arguments that have one.
-    """
+    """Return which results of a closed jaxpr have a tangent that is not zero."""
     flags = [i in nonzero for i in range(len(jaxpr.in_avals))]
     _, found = ad.jvp_jaxpr(jaxpr, flags, False)
     return [i for i, one in enumerate(found) if one]

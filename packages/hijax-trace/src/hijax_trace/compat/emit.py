@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -28,14 +29,10 @@ def name_scope(name: str) -> Any:
     return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
-def current_stack() -> Any:
-    """Return the name stack that is open now."""
-    return _source_info.current_name_stack()
-
-
-def current_source() -> Any:
-    """Return the source that equations made now get."""
-    return _source_info.current()
+current_stack = _source_info.current_name_stack
+"""Returns the name stack that is open now."""
+current_source = _source_info.current
+"""Returns the source that equations made now get."""
 
 
 def stack_without(stack: Any, names: Container[str]) -> Any:
@@ -48,9 +45,7 @@ def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
     """Return the source for an equation that is made again.
 
     Args:
-        eqn: the equation.
         outer: the source of the call that it is inlined for, as JAX has it, or None.
-        stack: its new name stack.
     """
     info = eqn.source_info if outer is None else outer
     return info if info.name_stack is stack else info.replace(name_stack=stack)
@@ -73,10 +68,14 @@ def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     return result if eqn.primitive.multiple_results else (result,)
 
 
-def can_append(eqn: Any) -> bool:
+def can_append(eqn: Any, inlines: bool = True) -> bool:
     """Return whether an equation may be appended to a jaxpr as is.
 
     The types of its results are known then, and no JAX rule must run again.
+
+    Args:
+        eqn: the equation.
+        inlines: whether calls that JAX inlines are inlined in the jaxpr, and not kept.
     """
     if eqn.effects or eqn.primitive.ref_allocating:
         return False
@@ -84,7 +83,7 @@ def can_append(eqn: Any) -> bool:
         return is_staged_as_is(eqn.params["_prim"])
     if eqn.primitive is not jit_p:
         return True
-    if eqn.params["inline"] in _EARLY:
+    if inlines and eqn.params["inline"] in _EARLY:
         return False
     return not any(isinstance(c, core.Ref) for c in consts_of(eqn.params["jaxpr"]))
 
@@ -114,7 +113,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
     frame = trace.frame
-    variables = [frame.newvar(var.aval) for var in eqn.outvars]
+    variables = [core.Var(var.aval) for var in eqn.outvars]
     if not frame.is_high:
         params, is_shared = eqn.params, type(eqn.params) is SharedParams
         found = params.is_high if is_shared else None
@@ -125,22 +124,17 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
                 params.is_high = found
         frame.is_high = found  # else nothing would expand a HiPrim in it
     made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
-    frame.add_eqn(made)
+    frame.tracing_eqns.append(weakref.ref(made) if frame.auto_dce and not eqn.effects else made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
 
 
 _CALLS = (jit_p, custom_jvp_call_p)
 
 
-def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
+def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any], inlines: bool = True) -> Any:
     """Return the call that made some results from some values, for ``append``.
 
     It is the call of a jitted function, or of one with a custom forward derivative.
-
-    Args:
-        trace: the staging trace.
-        values: the call's operands.
-        results: its results.
 
     Returns:
         An equation without variables of the trace, or None if not one call made the results.
@@ -149,7 +143,7 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     eqn = made[0][1] if made else None
     if eqn is None or not (eqn.primitive in _CALLS or is_jvp_prim(eqn.params.get("_prim"))):
         return None
-    if not can_append(eqn):
+    if not can_append(eqn, inlines):
         return None
     if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
         return None

@@ -76,9 +76,7 @@ def cotangents(prim: Any, residuals: Sequence[Any], cotangent: Any) -> Any:
     """Return the cotangents of a HiPrim's operands, by its backward rule.
 
     Args:
-        prim: the HiPrim.
         residuals: the residuals of its forward rule, and structured ones if it has any.
-        cotangent: the cotangent of its result.
     """
     accums = [accumulator(aval) for aval in prim.in_avals_flat]
     prim.vjp_bwd(*residuals, cotangent, *jax.tree.unflatten(prim.in_tree, accums))
@@ -109,14 +107,10 @@ SUMMED: Any = batching.sum_axis
 """An axis of a cotangent that is summed."""
 
 
-def instantiate(tangent: Any) -> Any:
-    """Return a tangent, with zeros instead of a symbolic zero."""
-    return _ad_util.instantiate(tangent)
-
-
-def zeros_like_aval(aval: Any) -> Any:
-    """Return the zero of a type; of a hi type, ``vspace_zero()``."""
-    return ad.zeros_like_aval(aval)
+instantiate: Callable[[Any], Any] = _ad_util.instantiate
+"""Returns a tangent, with zeros instead of a symbolic zero."""
+zeros_like_aval: Callable[[Any], Any] = ad.zeros_like_aval
+"""Returns the zero of a type; of a hi type, ``vspace_zero()``."""
 
 
 class PrimitiveBase(_extend_core.Primitive):

@@ -68,9 +68,8 @@ def as_closed(jaxpr: Any) -> Any:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else pe.close_jaxpr(jaxpr)
 
 
-def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Return the function of flat values that a closed jaxpr is."""
-    return core.jaxpr_as_fun(jaxpr)
+as_function: Callable[[Any], Callable[..., list[Any]]] = core.jaxpr_as_fun
+"""Returns the function of flat values that a closed jaxpr is."""
 
 
 def positional_effects(jaxpr: Any) -> frozenset[Any]:
@@ -115,18 +114,12 @@ def used_equations(jaxpr: Any) -> list[bool]:
     return found[::-1]
 
 
-def consts_as_args(jaxpr: Any) -> Any:
-    """Return the jaxpr with its constants as leading arguments."""
-    return pe.convert_constvars_jaxpr(jaxpr)
-
-
+consts_as_args: Callable[[Any], Any] = pe.convert_constvars_jaxpr
+"""Returns a jaxpr with its constants as leading arguments."""
 typeof = core.typeof
 """Public as ``jax.typeof``."""
-
-
-def same_type(given: Any, expected: Any) -> bool:
-    """Return whether two types are equal, ignoring weak types."""
-    return core.typematch(given, expected)
+same_type: Callable[[Any, Any], bool] = core.typematch
+"""Returns whether two types are equal, ignoring weak types."""
 
 
 def is_symbolic(aval: Any) -> bool:
@@ -217,7 +210,6 @@ def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
     """Return a jaxpr with the first inputs of several jaxprs.
 
     Args:
-        jaxpr: the jaxpr.
         avals: the types of all first inputs.
         places: which of them its own first inputs are; several may be the same.
     """
@@ -260,7 +252,6 @@ def without_last_input(jaxpr: Any, names: Any) -> Any:
     """Return an open jaxpr without its last argument, which is unused.
 
     Args:
-        jaxpr: the jaxpr.
         names: those of the other arguments, if they are as many.
     """
     fits = names is not None and len(names) == len(jaxpr.invars) - 1
@@ -303,6 +294,5 @@ def step_type(aval: Any, axis: int = 0) -> Any:
     return core.mapped_aval(aval.shape[axis], axis, aval)
 
 
-def lower_jaxpr(jaxpr: Any) -> Any:
-    """Return the lojax jaxpr of a jaxpr with hi types and primitives."""
-    return pe.lower_jaxpr2(jaxpr)
+lower_jaxpr: Callable[[Any], Any] = pe.lower_jaxpr2
+"""Returns the lojax jaxpr of a jaxpr with hi types and primitives."""

@@ -145,14 +145,9 @@ def rule_like(rule: Any, change: Callable[[Callable[..., Any]], Callable[..., An
     return lu.wrap_init(change(rule.call_wrapped), debug_info=rule.debug_info)
 
 
-def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:
-    """Return the backward rule of a ``custom_vjp_call`` for more leading operands.
-
-    Args:
-        rule: the rule.
-        avals: the types of the operands, whose cotangents are zeros.
-    """
-    return _custom_derivatives._handle_consts_in_bwd(rule, avals)
+with_zeros: Callable[[Any, Sequence[Any]], Any] = _custom_derivatives._handle_consts_in_bwd
+"""Returns the backward rule of a ``custom_vjp_call`` for more leading operands of some types, whose
+cotangents are zeros."""
 
 
 def call_key(eqn: Any) -> tuple | None:
@@ -197,13 +192,7 @@ def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
 
 
 def rule_after(in_tree: Any, rule: Any, count: int) -> tuple[Any, Any]:
-    """Return the structure and vmap rule of a ``custom_vmap_call`` with operands before its own.
-
-    Args:
-        in_tree: the structure of the call's operands.
-        rule: its rule.
-        count: the number of the others.
-    """
+    """Return the structure and vmap rule of a ``custom_vmap_call`` with operands before its own."""
 
     leaf = _registry.flatten(0)[1]
     return _treedef_tuple([*[leaf] * count, *in_tree.children()]), _RuleAfter(rule, count)

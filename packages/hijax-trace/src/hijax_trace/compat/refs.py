@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import (
@@ -11,8 +11,13 @@ from jax._src import (
     core,  # 0.10.2 - 0.12
 )
 from jax._src.custom_derivatives import custom_jvp_call_p  # 0.10.2 - 0.12
-from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
+from jax._src.interpreters import (
+    ad,  # 0.10.2 - 0.12
+    batching,  # 0.10.2 - 0.12
+    partial_eval,  # 0.10.2 - 0.12
+)
 from jax._src.lax import lax as _lax  # 0.10.2 - 0.12
+from jax._src.lax.control_flow.conditionals import cond_p  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
@@ -53,7 +58,6 @@ def new_ref(value: Any, constant: bool) -> Any:
     all versions with "Cannot lower jaxpr with effects".
 
     Args:
-        value: the first value.
         constant: whether programs that make it do not differentiate it. Such a reference is
             written once where ``jax.checkpoint`` computes the value twice.
     """
@@ -126,3 +130,118 @@ def _custom_jvp_call_discharged(*args: Any, call_jaxpr: Any, **params: Any) -> A
     after = iter(found[count:])
     changed = [next(after) if isinstance(one, _state.AbstractRef) else None for one in types]
     return changed, found[:count]
+
+
+_cond_evaluated = partial_eval.custom_partial_eval_rules[cond_p]
+_cond_mapped = batching.fancy_primitive_batchers[cond_p]
+
+
+class _Branches(NamedTuple):
+    """Branches whose references are operands and results instead.
+
+    Attributes:
+        places: the operands of the ``cond`` that are references, by number.
+        branches: closed; they take what each reference holds, and return it after their results.
+        written: which of the references any branch writes to.
+        count: how many results the branches had before.
+    """
+
+    places: Sequence[int]
+    branches: tuple[Any, ...]
+    written: Sequence[bool]
+    count: int
+
+    @classmethod
+    def of(cls, avals: Sequence[Any], branches: tuple[Any, ...]) -> _Branches:
+        """Return them for operands of these types, the index among them."""
+        places = [i for i, aval in enumerate(avals) if isinstance(aval, _state.AbstractRef)]
+        if not places:
+            return cls((), branches, (), 0)
+        made, count = tuple(map(_discharge.discharge_state, branches)), len(branches[0].out_avals)
+        written = [
+            any(one.jaxpr.outvars[count + k] is not one.jaxpr.invars[i - 1] for one in made)
+            for k, i in enumerate(places)
+        ]
+        return cls(places, made, written, count)
+
+    def read(self, refs: Sequence[Any]) -> list[Any]:
+        """Return what the references hold, in the current trace."""
+        return [_state_primitives.ref_get(ref, ()) for ref in refs]
+
+    def write(self, refs: Sequence[Any], values: Sequence[Any]) -> None:
+        """Give the references what the branch that ran has left in them."""
+        for ref, value, is_written in zip(refs, values, self.written, strict=True):
+            if is_written:
+                _state_primitives.ref_set(ref, (), value)
+
+
+def _cond_partly(trace: Any, *tracers: Any, branches: tuple[Any, ...], **params: Any) -> Any:
+    """Evaluate a ``cond`` partially whose branches use references.
+
+    JAX has no rule for one, which it needs where a loop around is differentiated. References that
+    are known are read before and written after what is known of the ``cond``. One that is not
+    known is used later, as what JAX does not hoist out of a loop: then so is all of the ``cond``.
+    """
+    made = _Branches.of([tracer.aval for tracer in tracers], branches)
+    if not made.places:
+        return _cond_evaluated(trace, *tracers, branches=branches, **params)
+    if not all(tracers[i].pval.is_known() for i in (0, *made.places)):
+        given = {"branches": branches, **params}
+        return trace.default_process_primitive(cond_p, tracers, given)
+    refs, given = [tracers[i].pval.get_known() for i in made.places], list(tracers)
+    with core.set_current_trace(trace.parent_trace):
+        for i, value in zip(made.places, made.read(refs), strict=True):
+            given[i] = trace.new_const(value)
+    results = _cond_evaluated(trace, *given, branches=made.branches, **params)
+    # JAX gives what is known of them as values, and the others as tracers of the trace.
+    after = results[made.count :]
+    for value, is_written in zip(after, made.written, strict=True):
+        if is_written and isinstance(value, partial_eval.JaxprTracer) and value._trace is trace:
+            raise NotImplementedError(
+                "A branch must not write what depends on a tangent to a reference without one."
+            )
+    with core.set_current_trace(trace.parent_trace):
+        made.write(refs, after)
+    return results[: made.count]
+
+
+partial_eval.custom_partial_eval_rules[cond_p] = _cond_partly
+
+
+def _cond_vmap(
+    axis_data: Any,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    branches: tuple[Any, ...],
+    **params: Any,
+) -> Any:
+    """Map a ``cond`` whose branches use references, which JAX refuses.
+
+    Raises:
+        TypeError: a branch writes to a reference that all examples share, and which branch runs
+            differs between the examples, or what it writes.
+    """
+    made = _Branches.of(list(map(core.typeof, args)), branches)
+    if not made.places:
+        return _cond_mapped(axis_data, args, dims, branches=branches, **params)
+    refs, given = [args[i] for i in made.places], list(args)
+    for i, value in zip(made.places, made.read(refs), strict=True):
+        given[i] = value  # mapped along the axis that the reference is
+    results, axes = _cond_mapped(axis_data, given, dims, branches=made.branches, **params)
+    after = list(results[made.count :])
+    for k, (i, axis) in enumerate(zip(made.places, axes[made.count :], strict=True)):
+        if dims[i] is not None:
+            after[k] = batching.matchaxis(axis_data, axis, dims[i], after[k])
+        elif axis is not None and made.written[k]:
+            raise TypeError(
+                "A Box that all examples of vmap share must be written alike for all of them, got "
+                "a write in a lax.cond or lax.switch whose condition, or what it writes, differs "
+                "between the examples. Call jax.vmap inside of the function that is tapped, or "
+                "write jnp.where instead of lax.cond."
+            )
+    made.write(refs, after)
+    return results[: made.count], axes[: made.count]
+
+
+batching.fancy_primitive_batchers[cond_p] = _cond_vmap

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jax._src import array as _array  # 0.10.2 - 0.12
 from jax._src import config as _config  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src import linear_util as lu  # 0.10.2 - 0.12
+from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import (
     ad,  # 0.10.2 - 0.12
     batching,  # 0.10.2 - 0.12
@@ -39,9 +40,14 @@ def stage(
     return jaxpr, list(consts)
 
 
-def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the names of a function and its arguments."""
-    return _api_util.debug_info(traced_for, fn, args, kwargs)
+debug_info: Callable[[str, Any, tuple, dict[str, Any]], Any] = _api_util.debug_info
+"""Returns the names of a function and its arguments, and what it is traced for, the first."""
+
+
+def more_inputs(trace: Any, avals: Iterable[Any]) -> list[Any]:
+    """Return new inputs of a jaxpr that is being staged, after those that it has."""
+    info = _source_info.new_source_info()
+    return [trace.new_arg(aval, info) for aval in avals]
 
 
 def current_trace() -> Any:
@@ -66,9 +72,8 @@ set_current_trace = core.set_current_trace
 """Context manager."""
 
 
-def trace_context() -> Hashable:
-    """Return the part of JAX's configuration that traces depend on."""
-    return _config.trace_context()
+trace_context: Callable[[], Hashable] = _config.trace_context
+"""Returns the part of JAX's configuration that traces depend on."""
 
 
 def checks_leaks() -> bool:
@@ -131,6 +136,11 @@ def mapped(
     )
 
 
+def is_staged_array(value: Any) -> bool:
+    """Return whether a value is a tracer of any staging trace, for an array."""
+    return type(value) is pe.DynamicJaxprTracer and type(value.aval) is core.ShapedArray
+
+
 def is_staged(value: Any) -> bool:
     """Return whether a value is a tracer of any staging trace."""
     return isinstance(value, pe.DynamicJaxprTracer)
@@ -174,15 +184,14 @@ def staged_count(trace: Any) -> int:
 
 
 def is_used_besides(value: Any, users: Sequence[Any]) -> bool:
-    """Return whether more equations than some use a staged value, or the results of those.
-
-    Args:
-        value: the value, which an equation made.
-        users: the equations.
-    """
+    """Return whether more equations than some use a staged value, or the results of those."""
+    eqns = value._trace.frame.tracing_eqns
+    last = eqns[-1] if eqns else None
+    if (last() if isinstance(last, weakref.ref) else last) is value.parent:
+        return False  # as where it is used at once
     variables = {id(var) for user in users for var in user.outvars} | {id(value.val)}
     known = set(map(id, users))
-    for eqn in reversed(value._trace.frame.tracing_eqns):
+    for eqn in reversed(eqns):
         eqn = eqn() if isinstance(eqn, weakref.ref) else eqn
         if eqn is value.parent:
             break

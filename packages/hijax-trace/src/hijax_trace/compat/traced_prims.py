@@ -83,8 +83,6 @@ def prim_with_program(prim: Any, jaxpr: Any, extra: int) -> Any:
     """Return the HiPrim of ``jax.checkpoint`` with another program.
 
     Args:
-        prim: the HiPrim. A name of a value stays as it is.
-        jaxpr: the program.
         extra: how many inputs it has before those of the old one.
     """
     if not isinstance(prim, _REMAT):
@@ -175,7 +173,6 @@ def custom_with(
     What the backward rule of a ``custom_vjp`` is given stays.
 
     Args:
-        prim: the HiPrim.
         jaxpr: the closed program. Its first inputs are the extra operands.
         extra: the types of the extra operands, which come before all others.
         rule: ``rule(extra, args)`` computes what ``prim_rule_of(prim)(*args)`` does.

@@ -181,8 +181,7 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
         return {}
     bodies, results = told
     if results == "carry":
-        # The last body makes the step. The condition of a while loop comes before it.
-        same = {i: operands[k] for i, k in bodies[-1].unchanged().items()}
+        same = {i: operands[k] for i, k in bodies[0].unchanged().items()}
         return {**_moved_through(eqn, operands), **same}
     if eqn.primitive is compat.shard_map_p:
         return _moved_through(eqn, operands)

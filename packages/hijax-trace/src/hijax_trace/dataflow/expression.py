@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -262,10 +264,7 @@ class Leaf(Expression):
 
 def maps_of(operands: Sequence[Expression]) -> int:
     """Return the maps that any operand varies over, as ``Expression.maps``."""
-    found = 0
-    for operand in operands:
-        found |= operand.maps
-    return found
+    return functools.reduce(operator.or_, (operand.maps for operand in operands), 0)
 
 
 def united(operands: Sequence[Expression]) -> int | None:

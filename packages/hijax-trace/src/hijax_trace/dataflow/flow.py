@@ -170,7 +170,6 @@ class Flow:
         """Return the input that a variable or literal is a move of, and the steps.
 
         Args:
-            atom: the variable or literal.
             replaced: the variables that handlers replaced, which are not the input any more.
         """
         steps: list[Axes | None] = []
@@ -239,8 +238,7 @@ def move_of(eqn: Any, result: int) -> tuple[int, Axes | None] | None:
         return None
     bodies, results = told
     if results == "carry":
-        # The last body makes the step. The condition of a while loop comes before it.
-        operand = bodies[-1].unchanged().get(result)
+        operand = bodies[0].unchanged().get(result)
         return None if operand is None else (operand, axes_inside(SAME, eqn.invars[operand].aval))
     found = {_through(body, eqn.invars, result) for body in bodies}
     return found.pop() if len(found) == 1 else None
@@ -269,7 +267,7 @@ def forwarded(eqn: Any) -> list[tuple[int, int]]:
         return []
     bodies, results = told
     if results == "carry":
-        return list(bodies[-1].unchanged().items())
+        return list(bodies[0].unchanged().items())
     found = []
     for body in bodies:
         inputs = enumerate(passed_by(body.jaxpr))

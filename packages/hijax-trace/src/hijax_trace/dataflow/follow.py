@@ -13,9 +13,9 @@ from interception_core import followed_spec
 
 from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.move import MoveError
-from ..proxy.moves import MOVES, SAME_ELEMENTS, data_of, narrowed, rounds
+from ..proxy.moves import MOVES, SAME_ELEMENTS, data_of, narrowed, rounds, uniform_axes
 from .expression import Expression
-from .nodes import is_zero, uniform_axes
+from .nodes import Operation, is_zero
 
 PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 """Primitives that place an array, and their parameter with the sharding."""
@@ -30,14 +30,6 @@ def follow(
     expression: Callable[[int], Expression | None] = lambda i: None,
 ) -> list[ArrayProxy | None]:
     """Return the array proxies of an equation's results.
-
-    Args:
-        primitive: the name of its primitive.
-        params: its parameters.
-        values: its operands.
-        held: the proxy of each operand, or None.
-        avals: the types of its results.
-        expression: returns how the operand of a number is computed, or None.
 
     Returns:
         For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
@@ -63,7 +55,7 @@ def follow(
             if held[i] is None and (how := expression(i)) is not None and is_zero(how):
                 operands[i] = np.zeros(np.shape(values[i]), moved[0].dtype)
         if primitive == "select_n" and (how := expression(0)) is not None:
-            operands[0] = narrowed(values[0], uniform_axes(how))
+            operands[0] = narrowed(values[0], uniform_axes(how, _made))
         try:
             return list(moved[0].moved(primitive, params, operands))
         except MoveError as error:
@@ -73,13 +65,20 @@ def follow(
     return [Lost(aval.shape, aval.dtype, why) for aval in avals]
 
 
-def _constrained(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array, sharding)
+def _made(node: Any) -> tuple[str, Mapping[str, Any], Sequence[Any]] | None:
+    """Return the primitive that computes a value, its parameters and operands, or None."""
+    if not isinstance(node, Operation):
+        return None
+    return node.primitive.name, node.params, node.operands
 
 
 def placed_by(primitive: str, params: Mapping[str, Any], proxy: ArrayProxy) -> ArrayProxy:
     """Return a proxy that is sharded by ``sharding_constraint``; see ``placed``."""
-    return placed(params, PLACES[primitive], proxy, _constrained)
+
+    def bind(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    return placed(params, PLACES[primitive], proxy, bind)
 
 
 def gathered(params: Mapping[str, Any], proxy: ArrayProxy, is_shared: bool) -> ArrayProxy:
@@ -87,7 +86,6 @@ def gathered(params: Mapping[str, Any], proxy: ArrayProxy, is_shared: bool) -> A
 
     Args:
         params: of ``all_gather``, and its ``"primitive"``.
-        proxy: of a device's part of the array. Its arrays have the array's axes.
         is_shared: whether the devices have the same scales, or whatever arrays it has beside those
             with an element for each of the array's. These are not gathered then.
     """
@@ -115,9 +113,7 @@ def placed(
     with other axes than the array stay where they are.
 
     Args:
-        params: of the primitive.
         name: of the parameter that holds the sharding.
-        proxy: of the array.
         bind: applies the primitive to an array, with parameters.
     """
     sharding = params[name]

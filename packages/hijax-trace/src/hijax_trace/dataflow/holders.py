@@ -77,7 +77,7 @@ class Holder:
 
     bodies: Callable[[dict[str, Any], int], list[Body]]
     rebuild: Callable[[dict[str, Any], list[Any], list[int]], dict[str, Any]]
-    places: Callable[[dict[str, Any]], list[int]]
+    places: Callable[[dict[str, Any]], list[int]] = lambda params: [0]
     results: str = "same"
     hoists: bool = False
     more_steps: Callable[[dict[str, Any], int], dict[str, Any]] = lambda params, count: params
@@ -136,10 +136,6 @@ def _scan_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     return [Body(jaxpr, tuple(range(operands)), kinds, carried, label, length)]
 
 
-def _scan_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
-    return {**compat.more_scan_consts(params, extra[0]), "jaxpr": jaxprs[0]}
-
-
 def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     cond, body = params["cond_nconsts"], params["body_nconsts"]
     carry = range(cond + body, operands)
@@ -161,21 +157,6 @@ def _while_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) 
         "body_nconsts": params["body_nconsts"] + extra[1],
         "body_jaxpr": jaxprs[1],
     }
-
-
-def _cond_bodies(params: dict[str, Any], operands: int) -> list[Body]:
-    return [_all_same(branch, 1, compat.label(branch)) for branch in params["branches"]]
-
-
-def _cond_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
-    return {**params, "branches": tuple(jaxprs)}
-
-
-def _shard_map_rebuild(
-    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
-) -> dict[str, Any]:
-    specs = (PartitionSpec(),) * extra[0] + tuple(params["in_specs"])
-    return {**params, "jaxpr": jaxprs[0], "in_specs": specs}
 
 
 def _solve_bodies(params: dict[str, Any], operands: int) -> list[Body]:
@@ -213,13 +194,6 @@ def _linear_call_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     return [dataclasses.replace(body, linear=frozenset(linear))]
 
 
-def _linear_call_rebuild(
-    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
-) -> dict[str, Any]:
-    count = params["num_callee_consts"] + extra[0]
-    return {**params, "callee": jaxprs[0], "num_callee_consts": count}
-
-
 def _custom_vmap_rebuild(
     params: dict[str, Any], jaxprs: list[Any], extra: list[int]
 ) -> dict[str, Any]:
@@ -231,14 +205,14 @@ def _custom_vmap_rebuild(
 
 
 HOLDERS: dict[Any, Holder] = {
-    compat.jit_p: Holder(
-        lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild, lambda params: [0]
-    ),
+    compat.jit_p: Holder(lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild),
     compat.scan_p: Holder(
         _scan_bodies,
-        _scan_rebuild,
-        lambda params: [0],
-        "carry",
+        lambda params, jaxprs, extra: {
+            **compat.more_scan_consts(params, extra[0]),
+            "jaxpr": jaxprs[0],
+        },
+        results="carry",
         more_steps=compat.more_scan_steps,
     ),
     compat.while_p: Holder(
@@ -246,12 +220,18 @@ HOLDERS: dict[Any, Holder] = {
     ),
     # Branches share their operands: ``entering.share`` gives each the new operands of all.
     compat.cond_p: Holder(
-        _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
+        lambda params, n: [_all_same(one, 1, compat.label(one)) for one in params["branches"]],
+        lambda params, jaxprs, extra: {**params, "branches": tuple(jaxprs)},
+        lambda params: [1] * len(params["branches"]),
+        "branches",
     ),
     compat.shard_map_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)],
-        _shard_map_rebuild,
-        lambda params: [0],
+        lambda params, jaxprs, extra: {
+            **params,
+            "jaxpr": jaxprs[0],
+            "in_specs": (PartitionSpec(),) * extra[0] + tuple(params["in_specs"]),
+        },
         hoists=True,
         context=compat.in_shard_map,
     ),
@@ -260,9 +240,16 @@ HOLDERS: dict[Any, Holder] = {
         _solve_bodies, _solve_rebuild, _solve_places, "none", constant=frozenset([1, 2, 3])
     ),
     # The rule that transposes it stays, as the backward rule of a ``custom_vjp`` does.
-    compat.linear_call_p: Holder(_linear_call_bodies, _linear_call_rebuild, lambda params: [0]),
+    compat.linear_call_p: Holder(
+        _linear_call_bodies,
+        lambda params, jaxprs, extra: {
+            **params,
+            "callee": jaxprs[0],
+            "num_callee_consts": params["num_callee_consts"] + extra[0],
+        },
+    ),
     compat.custom_vmap_p: Holder(
-        lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
+        lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild
     ),
 }
 
@@ -282,25 +269,24 @@ def custom_body(primitive: Any, params: dict[str, Any], operands: int) -> Body |
     It is not a ``Holder``, because its rules belong to the program as well; see ``custom``.
     """
     if primitive in CUSTOM_CALLS:
-        jaxpr, inputs = params["call_jaxpr"], tuple(range(operands))
-    elif primitive is compat.call_hi_primitive_p and compat.is_custom_prim(params["_prim"]):
-        jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
-    else:
-        return None
+        return _body_of((params["call_jaxpr"], tuple(range(operands))))
+    if primitive is compat.call_hi_primitive_p and compat.is_custom_prim(params["_prim"]):
+        return _body_of(compat.prim_program(params["_prim"]))
+    return None
+
+
+def _body_of(held: tuple[Any, tuple[int, ...]] | None) -> Body:
+    """Return a program whose inputs are operands of these numbers."""
+    assert held is not None
+    jaxpr, inputs = held
     return Body(jaxpr, inputs, (SAME,) * len(inputs))
 
 
-def _prim_bodies(params: dict[str, Any], operands: int) -> list[Body]:
-    jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
-    return [Body(jaxpr, inputs, (SAME,) * len(inputs))]
-
-
 _PRIM = Holder(
-    _prim_bodies,
+    lambda params, n: [_body_of(compat.prim_program(params["_prim"]))],
     lambda params, jaxprs, extra: {
         "_prim": compat.prim_with_program(params["_prim"], jaxprs[0], extra[0])
     },
-    lambda params: [0],
     hoists=True,
 )
 """Of the HiPrims that JAX makes of ``jax.checkpoint``."""
@@ -407,12 +393,12 @@ def told_by(eqn: Any) -> tuple[Sequence[Body], str] | None:
     if holder is None or holder.results == "none":
         return None
     bodies, count = holder.bodies(eqn.params, len(eqn.invars)), len(eqn.outvars)
-    if holder.results != "carry" and not (
-        # A primitive that nobody knows may hold a program for another purpose.
-        bodies and all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
-    ):
-        return None
-    return bodies, holder.results
+    if holder.results == "carry":
+        # The last body makes the step. The condition of a while loop comes before it.
+        return bodies[-1:], holder.results
+    # A primitive that nobody knows may hold a program for another purpose.
+    tells = bodies and all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
+    return (bodies, holder.results) if tells else None
 
 
 class Called(NamedTuple):

@@ -45,11 +45,9 @@ class Constant(Expression):
         return "constant", *_contents(self.value)
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
-        """Return the array."""
         return self.value if is_key(self.value) else jnp.asarray(self.value)
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return the number, if it is one."""
         if is_key(self.value):
             return "random key"
         is_number = getattr(self.aval, "shape", ()) == ()
@@ -60,10 +58,7 @@ class Unknown(Expression):
     """A value that only a run knows, such as a loop's carry.
 
     Args:
-        aval: its type.
-        why: what it is, in words.
         behind: what it is computed from, in some way; None if that is not known.
-        made_of: see ``Expression``.
     """
 
     __slots__ = ("made_of", "why")
@@ -88,7 +83,6 @@ class Unknown(Expression):
         return "unknown", self.why
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return what it is."""
         return self.why
 
 
@@ -178,7 +172,6 @@ class _Piece(Expression):
 
     @property
     def moved(self) -> list[int]:
-        """The whole value, its only operand."""
         return [0]
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
@@ -209,7 +202,6 @@ class Part(_Piece):
         return "part", self.axis, self.depth
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return the operand with an index."""
         return f"{operands[0]}[{', '.join([':'] * self.axis + ['step'])}]"
 
 
@@ -222,7 +214,6 @@ class Shard(_Piece):
         return ("shard",)
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return a call of ``shard``."""
         return f"shard({operands[0]})"
 
 
@@ -273,7 +264,6 @@ class Operation(Expression):
 
     @property
     def moved(self) -> list[int] | None:
-        """The operands whose elements it has; None if it computes new ones."""
         name = self.primitive.name
         if name not in VIEWS or rounds(name, self.params):
             return None
@@ -306,7 +296,6 @@ class Operation(Expression):
         return "operation", self.primitive.name, self.result, [(k, _stable(v)) for k, v in params]
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
-        """Return the result of the primitive."""
         # All results of one equation have the same operands and parameters.
         key = (id(self.params), *map(id, self.operands))
         if key not in results:
@@ -316,7 +305,6 @@ class Operation(Expression):
         return results[key][self.result]
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return a call of the primitive."""
         return f"{self.primitive.name}({', '.join(operands)})"
 
 
@@ -380,7 +368,6 @@ class Choice(Expression):
 
     @property
     def moved(self) -> list[int]:
-        """What the branches return."""
         return list(range(1, len(self.operands)))
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
@@ -394,12 +381,10 @@ class Choice(Expression):
         return ("choice",)
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
-        """Return the value of the branch that is chosen."""
         which, *cases = operands
         return jax.lax.switch(which, [lambda case=case: case for case in cases])
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return what it is chosen from."""
         return f"one of {', '.join(operands[1:])}"
 
 
@@ -413,8 +398,7 @@ class Exchanged(Operation):
 
     @property
     def moved(self) -> None:
-        """None: its elements are those of other devices, too, and no array proxy follows them."""
-        return
+        return  # its elements are those of other devices, too, and no array proxy follows them
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         is_moved = self.primitive.name in COLLECTIVES
@@ -426,7 +410,7 @@ class Exchanged(Operation):
         return known if _is_at_calls(known) else known._replace(is_known=False)
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
-        """Raise ValueError: there are no other devices before the program runs."""
+        # There are no other devices before the program runs: this raises.
         return Expression.compute(self, operands, inputs, results)
 
 
@@ -464,7 +448,6 @@ class Carried(Expression):
         return "carried", self.is_mixed
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return what it is chosen from."""
         return f"what a loop carries of {', '.join(operands[: len(self.sources)])}"
 
 
@@ -577,43 +560,3 @@ def _stable(value: Any) -> str:
     if isinstance(value, tuple) and " at 0x" in text:  # functions in it, as of random keys
         return f"{type(value).__name__}{list(map(_stable, value))}"
     return text
-
-
-def uniform_axes(expression: Expression) -> frozenset[int]:
-    """Return the axes along which all elements of a value are known to be equal."""
-    aval: Any = expression.aval
-    every = frozenset(range(len(aval.shape)))
-    own = frozenset(axis for axis in every if aval.shape[axis] == 1)
-    if not isinstance(expression, Operation):
-        return own
-    name, params, operands = expression.primitive.name, expression.params, expression.operands
-    if name == "broadcast_in_dim":
-        inside = uniform_axes(operands[0])
-        places = enumerate(map(int, params["broadcast_dimensions"]))
-        return every - {place for axis, place in places if axis not in inside}
-    if name == "transpose":
-        inside = uniform_axes(operands[0])
-        return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in inside)
-    shapes: list[Any] = [x.aval.shape for x in operands if hasattr(x.aval, "shape")]
-    if name not in _ELEMENTWISE or len(shapes) < len(operands):
-        return own
-    found = every
-    for operand, shape in zip(operands, shapes, strict=True):
-        if shape:  # a scalar is the same for all elements
-            found &= uniform_axes(operand) if shape == aval.shape else own
-    return found | own
-
-
-_ELEMENTWISE = SAME_ELEMENTS | {
-    "convert_element_type",
-    "not",
-    "and",
-    "or",
-    "eq",
-    "ne",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-}
-"""Primitives whose element of a mask depends on the same elements of their operands alone."""

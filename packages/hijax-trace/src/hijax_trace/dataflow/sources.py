@@ -49,7 +49,6 @@ def sources_through(
     """Return the sources of an equation's results; None if it computes all of them.
 
     Args:
-        eqn: the equation.
         known: the sources of its operands; by default each operand is one, by its number.
     """
 
@@ -76,8 +75,7 @@ def _by_program(eqn: Any, own: Callable[[int], Sources | None]) -> list[list[Sou
     bodies, results = told
     if results != "carry":
         return [_outside(body, sources_of(body.jaxpr), own) for body in bodies]
-    # The last body makes the step. The condition of a while loop comes before it.
-    body = bodies[-1]
+    (body,) = bodies
     carried = carried_sources(body)
     inside = [
         carried[body.carry[i]] if i < len(body.carry) else _through_carry(one, carried)

@@ -22,11 +22,6 @@ MappingSpec = compat.MappingSpec
 def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
     """Raise the error for a missing method.
 
-    Args:
-        owner: the instance that lacks the method.
-        method: the name of the method.
-        needed_for: the transformation that needs it.
-
     Raises:
         NotImplementedError: always. The message names all three.
     """

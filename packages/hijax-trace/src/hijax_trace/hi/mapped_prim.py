@@ -49,13 +49,7 @@ def mapped(prim: Any, axis_data: Any, args: Any, dims: Any) -> tuple[Any, Any]:
 
 
 class MappedPrim(compat.HiPrimBase):
-    """A HiPrim of whole batches.
-
-    Args:
-        prim: the HiPrim of one example.
-        axis_data: size and name of the mapped axis.
-        dims: the mapped axis of each operand; None for one that isn't mapped.
-    """
+    """A HiPrim of whole batches."""
 
     prim: Any
     axis_data: Any
@@ -76,20 +70,16 @@ class MappedPrim(compat.HiPrimBase):
         return compat.vmap_rule(self.axis_data, fn, ins, outs, sum_match=sums)
 
     def expand(self, *args: Any) -> Any:
-        """Return the results of all examples."""
         return self._map(self.prim.expand, self.dims, self.out_dims)(*args)
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
-        """Return the results and their tangents."""
         ins, outs = (self.dims, self.dims), (self.out_dims, self.out_dims)
         return self._map(self.prim.jvp, ins, outs)(primals, tangents)
 
     def lin(self, nzs_in: Any, *primals: Any) -> Any:
-        """Return the results, and the residuals of ``linearized``."""
         return self._forward(self.prim.lin, nzs_in, primals)
 
     def vjp_fwd(self, nzs_in: Any, *primals: Any) -> Any:
-        """Return the results, and the residuals of ``vjp_bwd``."""
         return self._forward(self.prim.vjp_fwd, nzs_in, primals)
 
     def _forward(self, rule: Callable[..., Any], nzs_in: Any, primals: Any) -> Any:
@@ -107,7 +97,6 @@ class MappedPrim(compat.HiPrimBase):
         return out, (residuals, _Axes.of(axes)), *nzs_out
 
     def linearized(self, residuals: Any, *tangents: Any) -> Any:
-        """Return the tangents of the results."""
         values, axes = residuals
 
         def one(values: Any, *tangents: Any) -> Any:
@@ -116,7 +105,6 @@ class MappedPrim(compat.HiPrimBase):
         return self._map(one, (axes.tree(), *self.dims), self.out_dims)(values, *tangents)
 
     def vjp_bwd(self, residuals: Any, outgrad: Any, /, *arg_accums: Any) -> None:
-        """Add the cotangents of the operands to their accumulators."""
         values, axes = residuals
 
         def one(values: Any, outgrad: Any) -> Any:
@@ -127,7 +115,6 @@ class MappedPrim(compat.HiPrimBase):
         compat.accumulate(arg_accums, found)
 
     def transpose(self, out_ct: Any, *maybe_accums: Any) -> None:
-        """Add the cotangents of linear operands to their accumulators."""
         leaves, treedef = jax.tree.flatten(maybe_accums)
         linear = [compat.is_accumulator(leaf) for leaf in leaves]
         dims = treedef.flatten_up_to(self.dims)
@@ -160,5 +147,4 @@ class MappedPrim(compat.HiPrimBase):
         return jax.tree.map(axis, self.dims, is_leaf=_is_none)
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-        """Return the results under another ``vmap``, and their mapped axes."""
         return mapped(self, axis_data, args, dims)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from .. import compat
 from .call import TraceCall
 from .one_pass import Pass
-from .questions import KIND, ORIGIN, PATH, Question, Told
+from .questions import KIND, ORIGIN, PATH, Question
 from .recipe import Recipe
 from .tasks import Task
 
@@ -22,14 +20,15 @@ class Answer(NamedTuple):
     """What a handler did at an operation.
 
     Attributes:
-        held: structure and types of the operands' array proxies; None for operands without one.
-        told: what the handler was told.
-        context: the context of the operation's equation.
+        held: the forms of the operands' array proxies; None for operands without one.
+        asked: what the handler asked.
+        told: what it was told.
         recipe: what it made of the operands and the arrays of their proxies.
     """
 
-    held: Sequence[tuple[Any, Sequence[Any]] | None]
-    told: Told
+    held: Sequence[Any]
+    asked: Sequence[Question]
+    told: Sequence[Hashable]
     context: Any
     recipe: Recipe
 
@@ -50,12 +49,19 @@ class Answers:
             return False
         held, arrays = given
         path = run.frame.path(task.scopes)
+        asked: Sequence[Question] | None = None
+        told: list[Hashable] = []
         for one in kept:
-            if one.context is eqn.ctx and one.held == held and self._is_told(one.told, eqn, path):
+            if one.context is not eqn.ctx or one.held != held:
+                continue
+            if one.asked != asked:  # as a handler asks mostly
+                asked = one.asked
+                told = self._told(asked, eqn, path)
+            if one.told == told:
                 break
         else:
             return False
-        run.session.numbers.next(path, run.frame.label, marker.op_name)
+        run.count(task, marker.op_name)
         count = len(eqn.invars)
 
         def value(i: int) -> Any:
@@ -87,8 +93,8 @@ class Answers:
         if recipe is None:
             return
         path = run.frame.path(task.scopes)
-        told = {question: self._answer(question, eqn, path) for question in call.asked}
-        answer = Answer(held, told, eqn.ctx, recipe)
+        asked = tuple(call.asked)
+        answer = Answer(held, asked, self._told(asked, eqn, path), eqn.ctx, recipe)
         kept = self._kept.setdefault((task.marker, task.within), [])
         kept[:] = [*kept[1 - _MOST :], answer]
 
@@ -106,37 +112,34 @@ class Answers:
         for atom in eqn.invars:
             if type(atom) is compat.Literal or atom in run.changed:
                 return None
-            proxy = frame.proxies.get(atom)
-            if proxy is None:
+            apart = frame.apart(atom)
+            if apart is None:
                 if not compat.is_staged_in(run.values[atom], trace):
                     return None
                 held.append(None)
                 continue
-            leaves, structure = jax.tree.flatten(proxy)
-            for leaf in leaves:
+            for leaf in apart.leaves:
                 if not compat.is_staged_in(leaf, trace):
                     return None
-            arrays += leaves
-            held.append((structure, [leaf.aval for leaf in leaves]))
+            arrays += apart.leaves
+            held.append(apart.form)
         return held, arrays
 
-    def _is_told(self, told: Told, eqn: Any, path: str) -> bool:
-        """Return whether every question has an equal answer here: as ``is_told``, but faster."""
-        for question, before in told.items():  # noqa: SIM110  a generator is one more call each
-            if self._answer(question, eqn, path) != before:
-                return False
-        return True
+    def _told(self, asked: Sequence[Question], eqn: Any, path: str) -> list[Hashable]:
+        """Return the keys of the answers to questions about an equation under a path.
 
-    def _answer(self, question: Question, eqn: Any, path: str) -> Hashable:
-        """Return the key of the answer to a question about an equation under a path.
-
-        The question need not be logged: a handler has asked it in this frame.
+        They need not be logged: a handler has asked the same in this frame.
         """
-        frame, tapping, (what, *about) = self._run.frame, self._run.session.tapping, question
-        if what == PATH:
-            return tapping.interceptor.resolve_path(path)
-        if what == ORIGIN:
-            return tapping.keys.of_origin(frame.origin(eqn.invars[about[0]]))
-        if what == KIND:
-            return tapping.keys.of_kind(frame.kind(eqn.invars[about[0]], about[1]))
-        return frame.is_activation(eqn.invars[about[0]], about[1])
+        frame, tapping, atoms = self._run.frame, self._run.session.tapping, eqn.invars
+        told: list[Hashable] = []
+        for question in asked:
+            what = question[0]
+            if what == PATH:
+                told.append(tapping.interceptor.resolve_path(path))
+            elif what == ORIGIN:
+                told.append(tapping.keys.of_origin(frame.origin(atoms[question[1]])))
+            elif what == KIND:
+                told.append(tapping.keys.of_kind(frame.kind(atoms[question[1]], question[2])))
+            else:
+                told.append(frame.is_activation(atoms[question[1]], question[2]))
+        return told

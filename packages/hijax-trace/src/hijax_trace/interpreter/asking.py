@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from interception_core import TargetError
 
 from .. import compat
-from ..staging.deferred import Staged, can_defer
-from ..staging.functions import Program
+from ..staging.deferred import Program, Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .call import TraceCall
@@ -46,7 +45,7 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
             check_value(call, value, var.aval)
         return results
 
-    if not _ask(run, task, Asked(given, checked), atoms, values, info) and not (
+    if not _ask(run, task, given, checked, atoms, values, info) and not (
         frame.proxies and follow_moves(run, task, values, info)
     ):
         _let_run(run, task, values, info, frame.within | {name})
@@ -78,7 +77,7 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
             run.answers.keep(task, info, call, results, before)
         return results
 
-    if not _ask(run, task, Asked(given, checked), atoms, arrays, info):
+    if not _ask(run, task, given, checked, atoms, arrays, info):
         inline(run, task, eqn.params["jaxpr"], values, info, within | {marker.op_name})
 
 
@@ -105,36 +104,35 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
             check_value(call, result, eqn.outvars[0].aval)
             return [result]
 
-        if _ask(run, task, Asked(given, checked), group.inputs, arrays, info):
+        if _ask(run, task, given, checked, group.inputs, arrays, info):
             return
     for one in gathered.tasks:
         run.run(one)
 
 
-class Asked(NamedTuple):
-    """How the handler of an operation is asked.
+def _ask(
+    run: Pass,
+    task: Task,
+    handler: Callable[[list[Any]], tuple[TraceCall, Any]],
+    checked: Callable[[TraceCall, Any], list[Any]],
+    atoms: Sequence[Any],
+    values: list[Any],
+    info: Any,
+) -> bool:
+    """Ask a handler, and continue with its results. Return whether it gave any.
 
-    Attributes:
+    Args:
         handler: asks it about the operation of some operands. Returns the call, and its answer.
         checked: returns the results that the answer gives, flat.
     """
-
-    handler: Callable[[list[Any]], tuple[TraceCall, Any]]
-    checked: Callable[[TraceCall, Any], list[Any]]
-
-
-def _ask(
-    run: Pass, task: Task, asked: Asked, atoms: Sequence[Any], values: list[Any], info: Any
-) -> bool:
-    """Ask a handler, and continue with its results. Return whether it gave any."""
     linear = sorted(run.linear(atoms))
     if not linear:
-        call, answer = asked.handler(values)
+        call, answer = handler(values)
         if call.given:
             _annotate(run, call, atoms, values)
         if answer is NotImplemented:
             return False
-        _replace(run, call, task.eqn, asked.checked(call, answer), call.is_own(answer))
+        _replace(run, call, task.eqn, checked(call, answer), call.is_own(answer))
         return True
     # JAX transposes what it finds here. So a handler's results are staged as one equation, whose
     # transpose is that of their derivative.
@@ -144,8 +142,8 @@ def _ask(
         nonlocal call, answer
         for i, value in zip(linear, given, strict=True):
             inner[i] = value
-        call, answer = asked.handler(inner)
-        return [] if answer is NotImplemented else asked.checked(call, answer)
+        call, answer = handler(inner)
+        return [] if answer is NotImplemented else checked(call, answer)
 
     own = [values[i] for i in linear]
     types = [compat.typeof(value) for value in own]
@@ -246,6 +244,6 @@ def _call(
     proceed: Callable[..., Any],
 ) -> TraceCall:
     """Return what a handler is given for these arrays."""
-    place, number = run.place(task), run.number(task, name)
-    known = run.frame, values, atoms
-    return TraceCall(name, level, args, params, place, number, *known, proceed, run.session)
+    place, known = run.place(task), (run.frame, values, atoms)
+    counted = run.count(task, name, bool(run.linear(atoms)))
+    return TraceCall(name, level, args, params, place, counted, *known, proceed, run.session)

@@ -143,7 +143,6 @@ class Tapped:
     Attributes:
         jaxpr: open or closed, as the original is.
         extra: the values of its new leading inputs.
-        outcome: what came of asking its handlers.
         counted: its operations, by module path below its own, label and name.
         takes_proxies: whether it takes the array proxies of its operands.
         unused: the inputs that it takes an array proxy for and does not use themselves.
@@ -163,7 +162,7 @@ class Tapped:
     told: Told = dataclasses.field(default_factory=dict)
 
 
-class BodyHere(Inputs):
+class BodyHere:
     """What is known of a body's inputs in this place, and what handlers are told of it."""
 
     def __init__(self, around: Around, body: Body):
@@ -171,9 +170,15 @@ class BodyHere(Inputs):
         _, place, operands = around
         given, pairs = operands.metadata, enumerate(zip(body.inputs, body.kinds, strict=True))
         metadata = {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
-        super().__init__(metadata if given else {}, linear=_linear(body, operands.linear))
+        self.metadata = metadata if given else {}
+        self.linear = _linear(body, operands.linear)
         self._body = body
         self.path = place.frame.path(place.scopes)
+
+    def inputs(self) -> Inputs:
+        """Return what is known of the inputs."""
+        known = self.origin, self.expression, self.metadata
+        return Inputs((), *known, linear=self.linear)
 
     def origin(self, index: int) -> Origin | None:
         """Return the origin of an input."""
@@ -206,7 +211,7 @@ class BodyHere(Inputs):
             return self._session.interceptor.resolve_path(frame.path(self._place.scopes))
         if what == STEPS:
             return frame.lengths()
-        return self._session.numbers.get(under(self.path, *about), 0)
+        return self._session.number(under(self.path, *about))
 
     def told(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Told:
         """Return what handlers were told while the body was re-interpreted."""
@@ -214,7 +219,8 @@ class BodyHere(Inputs):
         told = {question: self.answer(question) for question in frame.asked if question[0] in own}
         if (NUMBERS,) in frame.asked and self._session.interceptor.tells_ids:
             # The operations of the body itself have been counted since.
-            told |= {(NUMBERS, key): before.get(under(self.path, key), 0) for key in counted}
+            number = self._session.number
+            told |= {(NUMBERS, key): number(under(self.path, key), before) for key in counted}
         return told
 
 
@@ -242,9 +248,6 @@ def tap_body(
     """Return a body with its operations tapped: from the memo, or re-interpreted.
 
     Args:
-        around: what is around the body.
-        body: the body.
-        proxies: the array proxies of operands that the body can take.
         shared: whether a result from the memo may be used, if handlers would see the same.
         hoists: whether the body's constants must become operands.
         returns: the results whose array proxies it returns, too.
@@ -268,7 +271,7 @@ def tap_body(
     consts = compat.consts_of(body.jaxpr)
     inner = place.inside(
         jaxpr,
-        here,
+        here.inputs(),
         label=label,
         loops=SLICE in body.kinds or len(body.carry) > 0,
         consts=consts,
@@ -322,11 +325,6 @@ def stage_again(
     """Stage the re-interpretation of a jaxpr.
 
     Args:
-        session: the call of the wrapped function.
-        frame: the jaxpr's frame.
-        jaxpr: the jaxpr, open or closed.
-        consts: the values of its constants.
-        proxies: the array proxies that it takes.
         returns: the results whose array proxies it returns, too, after all results.
 
     Returns:

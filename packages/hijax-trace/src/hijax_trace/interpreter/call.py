@@ -40,17 +40,10 @@ class TraceCall(OpCall):
     """One tapped operation of a staged program.
 
     Args:
-        op_name: its name.
-        level: "function" or "primitive".
-        args: the positional arguments that its handler gets.
-        params: the keyword arguments.
-        place: where it is.
-        number: its number among operations of the same path, label and name.
+        counted: its label, and its number among operations of the same path, label and name.
         known: what is known of the program's values.
         values: the arrays among its arguments.
         atoms: what ``known`` knows them as.
-        proceed: runs the original.
-        session: the call of the wrapped function.
 
     Attributes:
         asked: what the handler asked; see ``questions``.
@@ -62,7 +55,7 @@ class TraceCall(OpCall):
     _args: tuple
     params: Mapping[str, Any]
     _place: Place
-    _number: int
+    _counted: tuple[str, int]
     _known: Known
     _values: Sequence[Any]
     _atoms: Sequence[Any]
@@ -81,12 +74,12 @@ class TraceCall(OpCall):
     @property
     def label(self) -> str:
         self._log(NUMBERS)
-        return self._place.frame.label
+        return self._counted[0]
 
     @property
     def number(self) -> int:
         self._log(NUMBERS)
-        return self._number
+        return self._counted[1]
 
     @property
     def within(self) -> frozenset[str]:

@@ -22,10 +22,10 @@ from ..staging.marker import hoisted
 from ..staging.packed import stage_packed
 from .bodies import proxies_of_body, stage_again, tap_body, untrained
 from .entering import Rebuilt, emit, share
-from .frames import FromOperands
 from .hi_prims import refuse
 from .one_pass import Pass
-from .rules import prim_rule
+from .op_ids import OfRule
+from .rules import of_rule, prim_rule
 from .session import Around
 from .tasks import Task
 
@@ -44,6 +44,7 @@ def rebuild_custom(around: Around, params: dict[str, Any], values: Sequence[Any]
     body = call.body
     taken = proxies_of_body(body, untrained(around.operands.proxies))
     tapped = tap_body(around, body, taken)
+    call.of = of_rule(around, f"{_name(body.jaxpr, call.is_jvp)}.{'jvp' if call.is_jvp else 'fwd'}")
     jaxpr = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
     backward = None
@@ -75,17 +76,19 @@ def _backward(around: Around, jaxpr: Any, rule: Callable[..., Any]) -> Callable[
     been counted. So its operations have another label, which tells the call.
 
     Args:
-        around: what is around the function's call.
-        jaxpr: the function's program.
         rule: the rule, called with residuals and cotangents.
     """
-    (session, place, _), (_, _, name) = around, compat.label(jaxpr).partition("(")
-    frame = place.frame
-    own = f"custom_vjp({name}.bwd"
+    session, place, _ = around
+    frame, own = place.frame, f"{_name(jaxpr, is_jvp=False)}.bwd"
     number = session.numbers.next(frame.path(place.scopes), frame.label, own)
     label = ".".join(filter(None, (frame.label, f"{own}{number or ''}")))
     tapped = prim_rule(around, session.numbers.copy(), label=label)
     return lambda *args: tapped(rule, -1, args, 0)
+
+
+def _name(jaxpr: Any, is_jvp: bool) -> str:
+    """Return what labels call a function with custom rules, such as ``custom_jvp(f)``."""
+    return f"custom_{'jvp' if is_jvp else 'vjp'}({compat.label(jaxpr).partition('(')[2]}"
 
 
 class _Primitive:
@@ -93,23 +96,26 @@ class _Primitive:
 
     Attributes:
         body: the function.
+        is_jvp: whether it has a rule of ``custom_jvp``, or those of ``custom_vjp``.
+        of: which operations of its rule are the function's; known when that has been tapped.
         symbolic_zeros: whether its rule is told which tangents are zero.
     """
 
     def __init__(self, around: Around, params: dict[str, Any]):
         session, self._place, operands = around
         self._session, self._operands, self._params = session, operands, params
-        self._is_jvp = "jvp_jaxpr_fun" in params
-        self._name = "jvp_jaxpr_fun" if self._is_jvp else "fwd_jaxpr_thunk"
+        self.is_jvp = "jvp_jaxpr_fun" in params
+        self._name = "jvp_jaxpr_fun" if self.is_jvp else "fwd_jaxpr_thunk"
         # The rule is not given the call's constants, its first operands.
         self._first, count = params["num_consts"], len(operands.avals)
         self._numbers = session.numbers.copy()  # the rule's operations count from where these do
+        self.of: OfRule | None = None
         self.body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
         self.symbolic_zeros = params["symbolic_zeros"]
 
     def stage(self) -> Staged:
         """Stage the rule with the function."""
-        flags = [not self._is_jvp] * (len(self._operands.avals) - self._first)
+        flags = [not self.is_jvp] * (len(self._operands.avals) - self._first)
         jaxpr, consts, *rest = self._tapped(flags, is_later=False)
         jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
         return Staged(jaxpr, extra, rest)
@@ -131,10 +137,10 @@ class _Primitive:
         known = [k if first <= k < len(operands.avals) else None for k in places]
         # Its tangents come last.
         linear = frozenset(i for i, k in enumerate(places) if k >= len(operands.avals))
-        given = FromOperands(operands, known, [var.aval for var in opened.invars], linear)
+        given = operands.inside(known, [var.aval for var in opened.invars], linear)
         how = {"consts": consts, "is_rule": True, "is_later": is_later}
         inner = self._place.inside(opened, given, **how)
-        counting = session.counting(self._numbers.copy())
+        counting = session.counting(self._numbers.copy(), self.of)
         return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
 
     def made(
@@ -157,10 +163,10 @@ class _Primitive:
         else:
             hidden = len(leading), self._first
             avals = [*map(compat.typeof, leading), *self._operands.avals]
-            rule = (_jvp_of if self._is_jvp else _fwd_of)(staged, hidden, avals)
+            rule = (_jvp_of if self.is_jvp else _fwd_of)(staged, hidden, avals)
             # The rule gets these operands too, so that they must not count as constants.
             new["num_consts"] = 0
-            if self._is_jvp:
+            if self.is_jvp:
                 new["symbolic_zeros"] = True  # a reference has no array of zeros
             else:
                 new["bwd"] = compat.with_zeros(new["bwd"], avals[: sum(hidden)])
@@ -176,9 +182,11 @@ class _HiPrim:
     def __init__(self, around: Around, params: dict[str, Any]):
         self._prim, self._count = params["_prim"], len(around.operands.avals)
         self._rule = functools.partial(prim_rule, around, around.session.numbers.copy())
+        self.of: OfRule | None = None
         body = custom_body(compat.call_hi_primitive_p, params, self._count)
         assert body is not None
         self.body, self.symbolic_zeros = body, self._prim.symbolic_zeros
+        self.is_jvp = compat.is_jvp_prim(self._prim)
 
     def stage(self) -> Staged:
         """Stage the rule with the function."""
@@ -192,8 +200,8 @@ class _HiPrim:
 
     def _run(self, args: tuple, is_later: bool) -> Any:
         """Run the rule with its operations tapped."""
-        rule, fn = self._rule(is_later), compat.prim_rule_of(self._prim)
-        if compat.is_jvp_prim(self._prim):
+        rule, fn = self._rule(is_later, of=self.of), compat.prim_rule_of(self._prim)
+        if self.is_jvp:
             return rule(fn, 0, args, len(jax.tree.leaves(args[1])))
         return rule(fn, self._count, args, 0)
 
@@ -213,7 +221,7 @@ class _HiPrim:
             found = compat.as_function(staged.jaxpr)(*extra, *compat.rule_values(prim, args))
             return staged.results.build(found)
 
-        bwd = None if backward is None or compat.is_jvp_prim(prim) else backward(prim.bwd)
+        bwd = None if backward is None or self.is_jvp else backward(prim.bwd)
         return {"_prim": compat.custom_with(prim, jaxpr, types, rule, refuse, bwd)}
 
 
@@ -232,8 +240,6 @@ def _jvp_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..
 
     Args:
         staged: the rule, of its extra values, the function's operands and their tangents.
-        hidden: the operands before those.
-        avals: the types of all operands.
     """
     run, own = compat.as_function(staged.jaxpr), range(sum(hidden), len(avals))
     tangents = [aval.to_tangent_aval() for aval in avals]

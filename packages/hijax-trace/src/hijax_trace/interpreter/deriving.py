@@ -13,11 +13,11 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, dropped
 from ..dataflow.nodes import Part
 from ..proxy.array_proxy import ArrayProxy
-from ..staging.functions import Call, Function, Program
+from ..staging.deferred import Call, Function, Program
 from ..staging.marker import hoisted
 from .entering import inline
-from .frames import Frame, FromOperands, Operands, Place
-from .one_pass import Pass, mark_replaced
+from .frames import Frame, Inputs, Place
+from .one_pass import Pass
 from .tasks import Task, program_at
 
 
@@ -61,7 +61,7 @@ def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     _finish(run, eqn, shared.frame, results)
 
 
-def _original(run: Pass, task: Task, operands: Operands, info: Any, function: Function) -> Original:
+def _original(run: Pass, task: Task, operands: Inputs, info: Any, function: Function) -> Original:
     """Return the program of an equation before JAX mapped or derived it."""
 
     def again(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
@@ -75,7 +75,7 @@ def _finish(run: Pass, eqn: Any, inner: Frame | None, results: list[Any]) -> Non
     assert inner is not None
     if not eqn.params["function"].is_derived:
         _keep_metadata(run, eqn, inner)
-    mark_replaced(run.frame, eqn, inner)
+    run.frame.mark_replaced(eqn, inner)
     run.write(eqn.outvars, results)
 
 
@@ -91,10 +91,8 @@ def _keep_metadata(run: Pass, eqn: Any, inner: Frame) -> None:
             run.frame.metadata[atom] = metadata
 
 
-class Original(FromOperands):
+class Original:
     """A program before maps and derivatives, which is re-interpreted inside of them.
-
-    It is what is known of the program's inputs there.
 
     Attributes:
         frame: the frame of its last run; None before.
@@ -105,18 +103,10 @@ class Original(FromOperands):
         reinterpret: Callable[[Frame, Any, list[Any]], list[Any]],
         place: Place,
         function: Function,
-        operands: Operands,
+        operands: Inputs,
     ):
-        places = list(enumerate(function.places))
-        metadata = {i: operands.metadata[k] for i, k in places if k in operands.metadata}
-        linear = function.linear.union(i for i, k in places if k in operands.linear)
-        jaxpr = function.program.jaxpr
-        avals = [var.aval for var in compat.open_of(jaxpr).invars]
-        super().__init__(operands, function.places, avals, linear, metadata)
-        self._reinterpret = reinterpret
-        self._place = place
-        self._program, self._levels = jaxpr, function.levels
-        self._is_derived = function.program.is_differentiated
+        self._reinterpret, self._place, self._function = reinterpret, place, function
+        self._inputs = _inside_maps(function, operands, place.frame.depth)
         self.frame: Frame | None = None
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
@@ -126,32 +116,41 @@ class Original(FromOperands):
             values: the values of its inputs, in one example of the maps.
             proxies: their array proxies, by number.
         """
-        jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
+        function, program = self._function, self._function.program
+        jaxpr, consts = compat.open_of(program.jaxpr), compat.consts_of(program.jaxpr)
         count = len(jaxpr.invars)
-        self.proxies = {i: proxy for i, proxy in proxies.items() if i < count}
-        known = {"loops": len(self._levels), "consts": consts, "is_derived": self._is_derived}
-        self.frame = self._place.inside(jaxpr, self, **known)
+        held = {i: proxy for i, proxy in proxies.items() if i < count}
+        inputs, loops = self._inputs._replace(proxies=held), len(function.levels)
+        known = {"consts": consts, "is_derived": program.is_differentiated}
+        self.frame = self._place.inside(jaxpr, inputs, loops=loops, **known)
         return self._reinterpret(self.frame, jaxpr, [*consts, *values])
 
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an input, inside of the maps."""
-        found, place = super().origin(index), self._places[index]
+
+def _inside_maps(function: Function, operands: Inputs, depth: int) -> Inputs:
+    """Return what is known of the inputs of a function's program, inside of its maps."""
+    places, levels = function.places, function.levels
+    metadata = {i: operands.metadata[k] for i, k in enumerate(places) if k in operands.metadata}
+    linear = function.linear.union(i for i, k in enumerate(places) if k in operands.linear)
+    known = operands.inside(places, function.program.in_avals, linear, metadata)
+
+    def origin(index: int) -> Origin | None:
+        found, place = known.origin(index), places[index]
         if found is None or place is None:
             return None
-        rank = len(getattr(self._operands.avals[place], "shape", ()))
-        for level in self._levels:
+        rank = len(getattr(operands.avals[place], "shape", ()))
+        for level in levels:
             if (axis := level.ins[index]) is not None:
                 found, rank = found.moved(dropped(axis, rank)), rank - 1
         return found
 
-    def expression(self, index: int) -> Expression:
-        """Return how an input is computed, inside of the maps."""
-        found = super().expression(index)
-        for inner, level in enumerate(self._levels if self._places[index] is not None else ()):
+    def expression(index: int) -> Expression:
+        found = known.expression(index)
+        for inner, level in enumerate(levels if places[index] is not None else ()):
             if (axis := level.ins[index]) is not None:
-                depth = self._place.frame.depth + inner
-                found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
+                found = Part(compat.step_type(found.aval, axis), found, axis, depth + inner, True)
         return found
+
+    return known._replace(origin=origin, expression=expression)
 
 
 class SharedProgram:

@@ -28,10 +28,11 @@ from .bodies import (
     unused_in,
 )
 from .frames import Frame
-from .hi_prims import Asked, TappedPrim
-from .one_pass import Pass, later_array, mark_replaced
+from .hi_prims import TappedPrim
+from .lazy import later_array
+from .one_pass import Pass
 from .questions import Outcome
-from .rules import prim_rule
+from .rules import of_rule, prim_rule
 from .session import Around
 from .tasks import Task
 
@@ -47,11 +48,6 @@ def inline(
     """Re-interpret the program of a call instead of the call. Return its frame.
 
     Args:
-        run: the pass.
-        task: the call's task.
-        closed: the program, closed.
-        values: the operands.
-        info: the source of the call.
         within: names of tapped functions around it; by default those of the frame.
     """
     eqn, frame, jaxpr = task.eqn, run.frame, compat.open_of(closed)
@@ -66,7 +62,7 @@ def inline(
             frame.metadata[var] = inner.metadata[atom]
         if atom in inner.proxies:
             frame.proxies[var] = inner.proxies[atom]
-    mark_replaced(frame, eqn, inner)
+    frame.mark_replaced(eqn, inner)
     run.write(eqn.outvars, results)
     return inner
 
@@ -114,7 +110,7 @@ def enter(
         return
     applied = run.frame.applied
     if applied is not None and applied.is_by(eqn):
-        new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
+        new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.outcome)
         emit(run, task, eqn, new, info)
         return
     new = rebuild(run.around(task, within), eqn.primitive, eqn.params, values)
@@ -163,7 +159,7 @@ def emit(run: Pass, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
     """Make an equation that was rebuilt with its programs tapped."""
     for i, note in new.outcome.metadata.items():
         run.frame.metadata[eqn.outvars[i]] = note
-    mark_replaced(run.frame, eqn, new.outcome)
+    run.frame.mark_replaced(eqn, new.outcome)
     again = eqn.replace(params=new.params)
     if new.results is not None:
         results = compat.rebind(again, new.values, info)
@@ -191,8 +187,6 @@ class Rebuilt(NamedTuple):
     """What replaces an equation.
 
     Attributes:
-        params: its parameters.
-        values: its operands.
         outcome: what came of asking handlers about the operations in it.
         results: which of the equation's results it has, the first ones of the new equation; None
             for all.
@@ -285,8 +279,8 @@ def rebuild(
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
-        asked = Asked(session.numbers.copy(), outcome)
-        rule = prim_rule(around, before, asked=asked)
+        of = of_rule(around, type(params["_prim"]).__name__)
+        rule = prim_rule(around, before, asked=(session.numbers.copy(), outcome), of=of)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:
@@ -363,11 +357,7 @@ def _agreed(
 
 
 def _check_devices(values: Sequence[Any], mesh: Any) -> None:
-    """Refuse a Box on other devices than those of a ``shard_map``: JAX does not move it.
-
-    Raises:
-        JaxtapError: one lies elsewhere.
-    """
+    """Refuse a Box on other devices than those of a ``shard_map``: JAX does not move it."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return
     for value in values:

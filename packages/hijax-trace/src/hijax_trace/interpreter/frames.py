@@ -12,11 +12,11 @@ from .. import compat
 from ..dataflow.dataflow import Dataflow
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
-from ..dataflow.nodes import Unknown
-from ..proxy.array_proxy import ArrayProxy
+from ..dataflow.nodes import OTHER_TRACE, Unknown
+from ..proxy.array_proxy import Apart, ArrayProxy, taken_apart
 from .hi_prims import Applied
 from .op_ids import join_path
-from .questions import ORIGIN, Metadata, Question
+from .questions import ORIGIN, Metadata, Outcome, Question
 
 _NOTHING: Metadata = MappingProxyType({})
 
@@ -55,91 +55,73 @@ class Known(Protocol):
         ...
 
 
-class Inputs:
-    """What is known of the inputs of a jaxpr, by number."""
+class Inputs(NamedTuple):
+    """What is known of the inputs of a jaxpr, or of the operands of an equation, by number.
 
-    def __init__(
-        self,
-        metadata: Mapping[int, Metadata] = MappingProxyType({}),
-        proxies: Mapping[int, ArrayProxy] = MappingProxyType({}),
-        linear: frozenset[int] = frozenset(),
-    ):
-        self.metadata = metadata
-        self.proxies = proxies
-        self.linear = linear
-
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an input."""
-        return None
-
-    def expression(self, index: int) -> Expression:
-        """Return how an input is computed."""
-        raise NotImplementedError
-
-
-class Operands(Inputs):
-    """What is known of the operands of an equation: the inputs of a program that it calls."""
-
-    def __init__(
-        self,
-        known: Known,
-        values: Sequence[Any],
-        avals: Sequence[Any],
-        linear: frozenset[int] = frozenset(),
-    ):
-        # These two now: a handler may attach more, and a value's proxy may be dropped.
-        super().__init__(
-            {i: note for i, value in enumerate(values) if (note := known.metadata_of(value))},
-            {i: held for i, value in enumerate(values) if (held := known.proxy(value)) is not None},
-            linear,
-        )
-        self.avals = avals
-        self._known = known
-        self._values = values
-
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an operand."""
-        return self._known.origin(self._values[index])
-
-    def expression(self, index: int) -> Expression:
-        """Return how an operand is computed."""
-        return self._known.expression(self._values[index])
-
-
-class FromOperands(Inputs):
-    """What is known of the inputs of a program that JAX made for an equation, such as a rule.
-
-    Args:
-        operands: what is known of the equation's operands.
-        places: for each input, the number of the operand that it is; None for a value of a
-            derivative.
-        avals: the types of the inputs.
-        metadata: as of ``Inputs``.
-        linear: as of ``Inputs``.
+    Attributes:
+        avals: their types.
+        origin: returns the origin of one, or None.
+        expression: returns how one is computed.
+        metadata: what handlers attached to them.
+        proxies: their array proxies.
+        linear: those in which the program must be linear.
+        apart: array proxies that are known taken apart.
     """
 
-    def __init__(
+    avals: Sequence[Any] = ()
+    origin: Callable[[int], Origin | None] = lambda index: None
+    expression: Callable[[int], Expression] = lambda index: Unknown(None, OTHER_TRACE, None)
+    metadata: Mapping[int, Metadata] = MappingProxyType({})
+    proxies: Mapping[int, ArrayProxy] = MappingProxyType({})
+    linear: frozenset[int] = frozenset()
+    apart: Mapping[int, Apart] = MappingProxyType({})
+
+    def inside(
         self,
-        operands: Operands,
         places: Sequence[int | None],
         avals: Sequence[Any],
         linear: frozenset[int],
         metadata: Mapping[int, Metadata] = MappingProxyType({}),
-    ):
-        super().__init__(metadata, linear=linear)
-        self._operands, self._places, self._avals = operands, places, avals
+    ) -> Inputs:
+        """Return what is known of the inputs of a program that JAX made of these, such as a rule.
 
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an input."""
-        place = self._places[index]
-        return None if place is None else self._operands.origin(place)
+        Args:
+            places: for each input, which of these it is; None for a value of a derivative.
+            avals: the types of the inputs.
+            linear: as above, and so is ``metadata``.
+        """
 
-    def expression(self, index: int) -> Expression:
-        """Return how an input is computed."""
-        place = self._places[index]
-        if place is None:
-            return Unknown(self._avals[index], "a value of a derivative", None)
-        return self._operands.expression(place)
+        def origin(index: int) -> Origin | None:
+            place = places[index]
+            return None if place is None else self.origin(place)
+
+        def expression(index: int) -> Expression:
+            place = places[index]
+            if place is None:
+                return Unknown(avals[index], "a value of a derivative", None)
+            return self.expression(place)
+
+        return Inputs(avals, origin, expression, metadata, linear=linear)
+
+
+def operands_of(
+    known: Known,
+    values: Sequence[Any],
+    avals: Sequence[Any],
+    linear: frozenset[int] = frozenset(),
+) -> Inputs:
+    """Return what is known of the operands of an equation: the inputs of a program in it."""
+    # These two now: a handler may attach more, and a value's proxy may be dropped.
+    notes = {i: note for i, value in enumerate(values) if (note := known.metadata_of(value))}
+    held = {i: one for i, value in enumerate(values) if (one := known.proxy(value)) is not None}
+    return Inputs(
+        avals,
+        lambda index: known.origin(values[index]),
+        lambda index: known.expression(values[index]),
+        notes,
+        held,
+        linear,
+    )
 
 
 class Frame:
@@ -151,13 +133,10 @@ class Frame:
 
     Args:
         jaxpr: the open jaxpr; None where there is only a single operation.
-        inputs: what is known of its inputs.
         path: the module path around it.
         label: the label, in op ids, of the innermost loop or branch around it.
         within: names of the tapped functions around it whose handlers let them run.
         untapped: whether no handler is asked.
-        parent: the frame around it.
-        consts: the values of the jaxpr's constants.
         depth: how many loops and maps are around it.
         length: how many steps of a loop it is run for; see ``Body``.
         is_rule: whether it is a derivative rule, or in one.
@@ -212,6 +191,7 @@ class Frame:
         self.proxies: dict[Any, ArrayProxy] = {
             jaxpr.invars[i]: proxy for i, proxy in inputs.proxies.items()
         }
+        self._apart = {jaxpr.invars[i]: one for i, one in inputs.apart.items()}
         self.replaced: set[Any] = set()
         self.from_handler: set[Any] = set()
         self.asked: dict[Question, Any] = {}
@@ -232,12 +212,16 @@ class Frame:
         """Mark variables as those of a handler's results.
 
         Args:
-            variables: the variables.
             is_own: whether the program's own operation computed their values.
         """
         self.replaced.update(variables)
         if not is_own:
             self.from_handler.update(variables)
+
+    def mark_replaced(self, eqn: Any, inner: Frame | Outcome) -> None:
+        """Mark an equation's results as replaced if anything inside of it was."""
+        if inner.replaced:
+            self.replace(eqn.outvars, is_own=not inner.from_handler)
 
     def note(self, *question: Any) -> None:
         """Log a question, here and in the frames around."""
@@ -251,7 +235,6 @@ class Frame:
         return self._parent is None and self.values is not None
 
     def origin(self, atom: Any) -> Origin | None:
-        """Return the origin of a variable or literal of the jaxpr."""
         source = self.values.flow.source(atom, self.replaced)
         if source is None:
             return None
@@ -263,26 +246,29 @@ class Frame:
         return origin.moved(*steps) if steps and origin is not None else origin
 
     def metadata_of(self, atom: Any) -> Metadata:
-        """Return what handlers attached to a variable or literal."""
         return _NOTHING if type(atom) is compat.Literal else self.metadata.get(atom, _NOTHING)
 
     def proxy(self, atom: Any) -> ArrayProxy | None:
-        """Return the array proxy of a variable or literal."""
         return None if type(atom) is compat.Literal else self.proxies.get(atom)
 
+    def apart(self, atom: Any) -> Apart | None:
+        """Return the array proxy of a variable, taken apart, or None."""
+        proxy = self.proxies.get(atom)
+        if proxy is None:
+            return None
+        known = self._apart.get(atom)
+        return taken_apart(proxy) if known is None or known.proxy is not proxy else known
+
     def expression(self, atom: Any) -> Expression:
-        """Return how a variable or literal is computed."""
         return self.values.expression(atom)
 
     def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return the kind of a variable or literal."""
         # Most operands are activations. That is found without building their expressions.
         if self.is_activation(atom, is_parameter):
             return ValueKind("activation")
         return self.expression(atom).judged(is_parameter)
 
     def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether a variable or literal is surely an activation."""
         if type(atom) is not compat.Literal and atom in self.proxies:
             return False  # most likely a parameter
         return self.values.is_activation(atom, is_parameter)
@@ -293,7 +279,6 @@ class Frame:
         return bool(self._linear)
 
     def is_linear(self, atom: Any) -> bool:
-        """Return whether the program must be linear in a variable or literal."""
         return type(atom) is not compat.Literal and atom in self._linear
 
     def is_used_once(self, atom: Any) -> bool:
@@ -339,7 +324,6 @@ class Place(NamedTuple):
     """Where an equation is.
 
     Attributes:
-        frame: its frame.
         scopes: the names of the scopes around it in that frame.
         within: names of the tapped functions around it whose handlers let them run.
         untapped: whether no handler is asked.
@@ -362,11 +346,8 @@ class Place(NamedTuple):
         """Return the frame of a jaxpr that the equation here holds.
 
         Args:
-            jaxpr: the open jaxpr.
-            inputs: what is known of its inputs.
             label: its label in op ids; "" for the label of this place.
             loops: how many loops and maps the equation adds.
-            **known: more arguments of ``Frame``.
         """
         outer = self.frame
         where = (outer.path(self.scopes), label or outer.label, self.within, self.untapped)

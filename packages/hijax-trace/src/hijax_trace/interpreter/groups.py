@@ -86,7 +86,6 @@ class Found(NamedTuple):
 
     Attributes:
         site: the target that it spells out.
-        group: the group.
         also_used: the values that other equations use, in words.
         unused: the numbers of dead equations that use values of the group.
     """

@@ -2,7 +2,7 @@
 
 ``Expansions`` stages what a HiPrim expands to, with targets as markers, so that it can be
 re-interpreted. ``TappedPrim`` expands to the result. Its other rules are the HiPrim's, run with
-their operations tapped.
+their operations tapped: see ``rules``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim, mapped
-from .op_ids import Numbers
 from .questions import Outcome
 
 Run = Callable[[Callable[..., Any], tuple], Any]
@@ -61,8 +60,7 @@ class Expansion:
         return Holder(
             lambda params, operands: [body],
             lambda params, jaxprs, extra: params,  # ``rebuild`` makes a TappedPrim instead
-            lambda params: [0],
-            self._results,
+            results=self._results,
         )
 
 
@@ -132,10 +130,8 @@ class TappedPrim(compat.HiPrimBase):
     """A HiPrim with its operations tapped.
 
     Args:
-        prim: the HiPrim.
         jaxpr: what it expands to. Its first inputs are the new operands.
         extra: how many new operands there are.
-        rule: calls its derivative rules.
     """
 
     prim: Any
@@ -152,14 +148,12 @@ class TappedPrim(compat.HiPrimBase):
         super().__init__()
 
     def expand(self, extra: tuple[Any, ...], *args: Any) -> Any:
-        """Return the results of the tapped operations."""
         prim = self.prim
         arrays = _lowered(prim.in_avals_flat, prim.in_tree.flatten_up_to(args))
         found = compat.as_function(self._program.jaxpr)(*extra, *arrays)
         return jax.tree.unflatten(self.out_tree, _raised(prim.out_avals_flat, found))
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
-        """Return the results and their tangents."""
         if any(not isinstance(tangent, compat.Zero) for tangent in tangents[0]):
             refuse()
         args = primals[1:], tangents[1:]
@@ -167,11 +161,9 @@ class TappedPrim(compat.HiPrimBase):
         return self._program.rule(self.prim.jvp, 0, args, linear, self, primals[0])
 
     def lin(self, nzs_in: Any, *primals: Any) -> Any:
-        """Return the results, and the residuals of ``linearized``."""
         return self._forward(self.prim.lin, nzs_in, primals)
 
     def vjp_fwd(self, nzs_in: Any, *primals: Any) -> Any:
-        """Return the results, and the residuals of ``vjp_bwd``."""
         return self._forward(self.prim.vjp_fwd, nzs_in, primals)
 
     def _forward(self, fn: Callable[..., Any], nzs_in: Any, primals: tuple) -> Any:
@@ -181,7 +173,6 @@ class TappedPrim(compat.HiPrimBase):
         return self._program.rule(fn, first, args, 0, self, primals[0])
 
     def linearized(self, *given: Any) -> Any:
-        """Return the tangents of the results."""
         places = len(self.in_avals)
         residuals, tangents = given[:-places], given[-places + 1 :]
         return self._linearized(*residuals, *tangents)
@@ -191,7 +182,6 @@ class TappedPrim(compat.HiPrimBase):
         return self._program.rule(self.prim.linearized, -1, given, tangents)
 
     def vjp_bwd(self, *given: Any) -> Any:
-        """Add the cotangents of the operands to their accumulators."""
         places = len(self.in_avals)
         residuals, accums = given[:-places], given[-places + 1 :]
         # A backward rule may transpose ``linearized``, whose operations are tapped, too.
@@ -200,24 +190,10 @@ class TappedPrim(compat.HiPrimBase):
         return prim.vjp_bwd(*residuals, *accums)
 
     def transpose(self, out_ct: Any, *maybe_accums: Any) -> Any:
-        """Add the cotangents of linear operands to their accumulators."""
         return self.prim.transpose(out_ct, *maybe_accums[1:])
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-        """Return the results under ``vmap``, and their mapped axes."""
         return mapped(self, axis_data, args, dims)
-
-
-class Asked(NamedTuple):
-    """What came of asking handlers about what a HiPrim expands to.
-
-    Attributes:
-        numbers: the operations so far, after those.
-        outcome: what came of it.
-    """
-
-    numbers: Numbers
-    outcome: Outcome
 
 
 class Applied(NamedTuple):
@@ -231,13 +207,13 @@ class Applied(NamedTuple):
         tapped: the HiPrim with its operations tapped.
         extra: the values of its additional operands.
         variables: the operands of the HiPrim, as the rule has them; None for one that it has not.
-        asked: what came of asking.
+        outcome: what came of asking.
     """
 
     tapped: TappedPrim
     extra: tuple[Any, ...]
     variables: Sequence[Any]
-    asked: Asked
+    outcome: Outcome
 
     def is_by(self, eqn: Any) -> bool:
         """Return whether an equation applies the HiPrim to its operands."""

@@ -120,11 +120,6 @@ class Joins:
     def make(self, task: Task, values: Sequence[Any], info: Any) -> bool:
         """Make an equation by the call that made one of its operands.
 
-        Args:
-            task: the equation's task, which is to make it as it is.
-            values: its operands.
-            info: its source.
-
         Returns:
             Whether it was made.
 
@@ -181,8 +176,8 @@ class Joins:
             if i != which and key is not None and compat.is_staged(value):
                 # A row that is repeated, behind it, may be an operand: see `_reshaped`.
                 views = list(makers(value, ORDERED))
-                given += [value, *(view.in_tracers[0] for view in views)]
-                key = *key, i, *((one.in_tracers[0].aval, *one.params.items()) for one in views)
+                given += [value, *[view.in_tracers[0] for view in views]]
+                key = *key, i, *[(one.in_tracers[0].aval, *one.params.items()) for one in views]
         if key is not None:
             ids = [id(compat.producer(x)[0]) for x in given]
             if len(set(ids)) < len(ids):
@@ -215,16 +210,16 @@ def _key(task: Task, which: int, call: Any, users: Sequence[Any]) -> Any:
     if eqn.primitive is compat.jit_p:
         kind: Hashable = eqn.params["jaxpr"]  # and so the types of its operands
     elif eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in CUTTING:
-        kind = tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars)
+        kind = tuple(eqn.params.items()), tuple([x.aval for x in eqn.invars])
     elif called := custom_body(eqn.primitive, eqn.params, len(eqn.invars)):
         kind = called.jaxpr
     else:
         return None
     # The text of a literal tells -0.0 from 0.0.
-    literals = tuple(repr(x.val) for x in eqn.invars if type(x) is compat.Literal)
+    literals = tuple([repr(x.val) for x in eqn.invars if type(x) is compat.Literal])
     how = eqn.primitive, kind, task.inlined, id(eqn.ctx), literals
     origin = call.params["jaxpr"], call.params["name"]
-    return *how, which, *origin, *((user.primitive, *user.params.items()) for user in users)
+    return *how, which, *origin, *[(user.primitive, *user.params.items()) for user in users]
 
 
 def _cut(eqn: Any, which: int, origin: Any) -> Any:

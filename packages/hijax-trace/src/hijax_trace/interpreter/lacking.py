@@ -27,9 +27,6 @@ def reinterpret_without(
 ) -> list[Any]:
     """Re-interpret a program without some of its inputs.
 
-    Returns:
-        The values of its results.
-
     Raises:
         NotStoredError: the results depend on one of those inputs.
     """

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 
 from .. import compat
-from ..proxy.array_proxy import ArrayProxy, is_proxy
+from ..proxy.array_proxy import Apart, ArrayProxy, is_proxy, taken_apart
 from ..proxy.carrier import Carrier
 from ..staging.packed import Packed
 from ..staging.repeated import repeated
 
 
 class LazyArray:
-    """An array that is made when it is used. Few of a program's array proxies are restored."""
+    """An array that is made when it is used. Few of a program's array proxies are restored.
 
-    __slots__ = ("aval", "make")
+    Args:
+        aval: its type.
+        how: makes it.
+        args: what it is made of.
+    """
 
-    def __init__(self, aval: Any, make: Callable[[], Any]):
+    __slots__ = ("_args", "_how", "aval")
+
+    def __init__(self, aval: Any, how: Callable[..., Any], *args: Any):
         self.aval = aval
-        self.make = make
+        self._how, self._args = how, args
+
+    def make(self) -> Any:
+        """Return the array."""
+        return self._how(*self._args)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,58 +55,69 @@ def type_of(value: Any) -> Any:
     return value.aval if type(value) is LazyArray else compat.typeof(value)
 
 
-def restored(
-    args: tuple, kwargs: dict[str, Any]
-) -> tuple[Packed, dict[int, ArrayProxy], list[int]]:
+def restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Apart], list[int]]:
     """Return arguments with an array for each array proxy, and the proxies by array.
 
     Proxies of one structure and equal types have arrays of one type: the first is restored here,
     the others when they are used.
 
     Returns:
-        The arguments; the proxies by the number of their array; the numbers of the arrays of which
-        nothing is stored: the program must not use them.
+        The arguments; the proxies, taken apart, by the number of their array; the numbers of the
+        arrays of which nothing is stored: the program must not use them.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
+    given, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
     # A proxy that is passed twice becomes one array, as an array that is passed twice is one.
-    proxies = {id(leaf): leaf for leaf in leaves if is_proxy(leaf)}
-    if not proxies:
+    made: dict[int, tuple[int, Any, Apart]] = {}
+    types: _Types = {}
+    for i, leaf in enumerate(given):
+        if is_proxy(leaf):
+            number = id(leaf)
+            if number not in made:
+                made[number] = (i, *_restored(leaf, types))
+            given[i] = made[number][1]
+    if not made:
         return Packed((args, kwargs)), {}, []
-    types: dict[Hashable, Any] = {}
-    arrays = {number: _restored(proxy, types) for number, proxy in proxies.items()}
-    given = [arrays.get(id(leaf), leaf) for leaf in leaves]
     packed = Packed.of_leaves(given, treedef, also=LazyArray)
-    places = {id(array): i for i, array in enumerate(packed.arrays)}
-    by_place = {
-        places[id(arrays[number])]: proxy.inside() if isinstance(proxy, Carrier) else proxy
-        for number, proxy in proxies.items()
-    }
-    lacking = [
-        places[id(arrays[number])]
-        for number, proxy in proxies.items()
-        if isinstance(proxy, Carrier) and proxy.own is None
-    ]
-    return packed, dict(sorted(by_place.items())), sorted(lacking)
+    held, lacking = {}, []
+    for i, _, apart in made.values():
+        place = packed.place_of(i)
+        assert place is not None
+        held[place] = apart
+        if type(apart.proxy) is Carrier and type(given[i]) is LazyArray:
+            lacking.append(place)
+    return packed, dict(sorted(held.items())), sorted(lacking)
 
 
-def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
-    if isinstance(proxy, Carrier):
+_Types = dict[Hashable, tuple[Any, Any]]
+"""The type of a proxy's array, by the form of the proxy; and that form, as the one of all."""
+
+
+def _restored(proxy: ArrayProxy, types: _Types) -> tuple[Any, Apart]:
+    """Return the array of a proxy, and the proxy as handlers are given it, taken apart."""
+    if type(proxy) is Carrier:
+        apart = taken_apart(proxy.inside())
         if proxy.own is None:
-            return LazyArray(jax.core.ShapedArray(proxy.shape, proxy.dtype), proxy.restore)
-        return proxy.restore()
-    leaves, treedef = jax.tree.flatten(proxy)
-    key = treedef, tuple(map(compat.typeof, leaves))
-    aval = types.get(key)
-    if aval is not None:
-        return later_of(proxy, aval)
+            aval = jax.core.ShapedArray(proxy.shape, proxy.dtype)
+            return LazyArray(aval, proxy.restore), apart
+        return proxy.restore(), apart
+    apart = taken_apart(proxy)
+    known = types.get(apart.form)
+    if known is not None:
+        aval, form = known
+        return later_of(proxy, aval), Apart(proxy, apart.leaves, form)
     value = later_of(proxy, None).make()
-    types[key] = compat.typeof(value)
-    return value
+    types[apart.form] = compat.typeof(value), apart.form
+    return value, apart
+
+
+def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
+    """Return the array of a proxy as an array of a type, to be restored when it is used."""
+    return LazyArray(aval, lambda: proxy.restore().astype(aval.dtype))
 
 
 def later_of(proxy: ArrayProxy, aval: Any) -> LazyArray:
     """Return the array of a proxy, of a type, to be restored when it is used."""
-    return LazyArray(aval, functools.partial(repeated, _restoring, (), proxy))
+    return LazyArray(aval, repeated, _restoring, (), proxy)
 
 
 @jax.jit

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import compat
-from ..proxy.array_proxy import ArrayProxy
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Place, operands_of
 from .lazy import LazyArray, Values
-from .questions import Outcome
 from .session import Around, Session
 from .tasks import Task
 
@@ -23,10 +21,6 @@ class Pass:
     programs with values of high-level types, which JAX's rules change.
 
     Args:
-        session: the call of the wrapped function.
-        frame: what is known of the jaxpr's values.
-        jaxpr: the open jaxpr.
-        values: the values of its constants and arguments.
         caller: the source of the call that the jaxpr is inlined for, or None.
 
     Attributes:
@@ -88,11 +82,6 @@ class Pass:
 
         JAX keeps the derivative of a call, which equal calls share, and finds that of an equation
         each time: ``x + y`` of many layers takes twice as long to differentiate as an equation.
-
-        Args:
-            eqn: the equation.
-            params: those that it is made with.
-            values: its operands.
         """
         call = self.frame.call
         if call is None or eqn is not self.jaxpr.eqns[0]:
@@ -105,10 +94,10 @@ class Pass:
         alike = list(map(compat.typeof, values)) == [atom.aval for atom in call.invars]
         return call if own and alike else eqn
 
-    def number(self, task: Task, name: str) -> int:
-        """Count an operation. Return its number among those of its key."""
+    def count(self, task: Task, name: str, is_linear: bool = False) -> tuple[str, int]:
+        """Count an operation. Return its label and its number; see ``Session.count``."""
         frame = self.frame
-        return self.session.numbers.next(frame.path(task.scopes), frame.label, name)
+        return self.session.count(frame.path(task.scopes), frame.label, name, is_linear)
 
     def place(
         self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None
@@ -129,10 +118,10 @@ class Pass:
         """Return whether no handler is asked about an equation."""
         return self.frame.untapped or task.unused
 
-    def operands(self, eqn: Any) -> Operands:
+    def operands(self, eqn: Any) -> Inputs:
         """Return what is known of the operands of an equation."""
         avals = [atom.aval for atom in eqn.invars]
-        return Operands(self.frame, eqn.invars, avals, self.linear(eqn.invars))
+        return operands_of(self.frame, eqn.invars, avals, self.linear(eqn.invars))
 
     def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
         """Return the numbers of the atoms in which the program must be linear."""
@@ -143,14 +132,3 @@ class Pass:
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if type(atom) is not compat.Literal]
-
-
-def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
-    """Return the array of a proxy as an array of a type, to be restored when it is used."""
-    return LazyArray(aval, lambda: proxy.restore().astype(aval.dtype))
-
-
-def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Outcome) -> None:
-    """Mark an equation's results as replaced if anything inside of it was."""
-    if inner.replaced:
-        frame.replace(eqn.outvars, is_own=not inner.from_handler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from interception_core.engine_api import SETTLED
 
@@ -46,6 +46,29 @@ class Numbers(dict[Key, int]):
     def copy(self) -> Numbers:
         """Return a copy, which is counted on separately."""
         return Numbers(self)
+
+
+class OfRule(NamedTuple):
+    """Which operations of a derivative rule are those of its function.
+
+    A rule runs instead of its function, so that what it computes of the same values has the ids of
+    the function's operations. What it does to tangents, and what it computes beyond the function,
+    is no other operation of the program: under the next numbers it would be taken for those that
+    follow the call.
+
+    Attributes:
+        label: ends the label of operations that only the rule has.
+        ends: the numbers after the function's operations.
+    """
+
+    label: str
+    ends: Numbers
+
+    def label_of(self, numbers: Numbers, key: Key, is_linear: bool) -> str:
+        """Return the label of an operation in the rule, whose key in the function this is."""
+        if not is_linear and numbers.get(key, 0) < self.ends.get(key, 0):
+            return key[1]
+        return ".".join(filter(None, (key[1], self.label)))
 
 
 OURS = "jaxtap."

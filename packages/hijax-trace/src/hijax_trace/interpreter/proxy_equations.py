@@ -15,7 +15,8 @@ from ..proxy.carrier import Carrier, proxy_of
 from ..proxy.moves import VIEWS
 from .entering import enter, inline
 from .frames import Frame
-from .one_pass import Pass, later_array
+from .lazy import later_array
+from .one_pass import Pass
 from .questions import EXPRESSION
 from .tasks import Do, Task
 
@@ -117,10 +118,7 @@ def computed(
     """Return an equation's results as an operand's proxy computes them.
 
     Args:
-        frame: what is known of the operands.
-        eqn: the equation.
         values: its operands, or what a handler gave instead. Those have no proxy.
-        own: its operands.
     """
     held = [proxy_of(frame.proxy(atom)) for atom in eqn.invars]
     operands = [

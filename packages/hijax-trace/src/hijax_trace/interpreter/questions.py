@@ -53,11 +53,6 @@ Told = Mapping[Question, Hashable]
 """What handlers were told, as keys that are equal where they must do the same."""
 
 
-def is_told(told: Told, answer: Callable[[Question], Hashable]) -> bool:
-    """Return whether every question has an equal answer here."""
-    return all(answer(question) == before for question, before in told.items())
-
-
 class Keys:
     """Keys of answers, equal where handlers must do the same.
 
@@ -100,8 +95,10 @@ class Memo:
 
     def find(self, jaxpr: Any, key: Hashable, answer: Callable[[Question], Hashable]) -> Any | None:
         """Return a tapped program whose handlers would be told the same here, or None."""
-        candidates = self._kept.get(jaxpr, {}).get(key, ())
-        return next((one for one in candidates if is_told(one.told, answer)), None)
+        for one in self._kept.get(jaxpr, {}).get(key, ()):
+            if all(answer(question) == before for question, before in one.told.items()):
+                return one
+        return None
 
     def keep(self, jaxpr: Any, key: Hashable, tapped: Any) -> None:
         """Keep what was made of ``jaxpr``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
@@ -11,20 +11,21 @@ from .. import compat
 class Recipe(NamedTuple):
     """What was made of some values of a staging trace.
 
-    Values are known by the variables that they had, and scalars by other objects.
+    Values are known by places in a list: those that it is made of, scalars, and then the results of
+    each equation.
 
     Attributes:
-        used: the variables of the values that it is made of, with the numbers of these.
+        used: the numbers of the values that it is made of.
         literals: the scalars that the equations use, as tracers.
-        equations: the equations, each with the variables of its results, its operands, and its name
-            stack within that of the whole.
-        results: the results.
+        equations: the equations, each with the places of its operands, and its name stack within
+            that of the whole.
+        results: the places of the results.
     """
 
-    used: Mapping[Any, int]
-    literals: Mapping[Any, Any]
-    equations: Sequence[tuple[Any, Sequence[Any], Sequence[Any], Any]]
-    results: Sequence[Any]
+    used: Sequence[int]
+    literals: Sequence[Any]
+    equations: Sequence[tuple[Any, Sequence[int], Any]]
+    results: Sequence[int]
 
     @classmethod
     def of(
@@ -33,10 +34,8 @@ class Recipe(NamedTuple):
         """Return how results were made, or None if that can't be done again.
 
         Args:
-            trace: the trace.
             values: what they were made of. If one is there twice, its first number counts.
             before: how many equations the trace had before.
-            results: the results.
             outer: the name stack that was open.
         """
 
@@ -70,20 +69,24 @@ class Recipe(NamedTuple):
         if not needed <= known | literals.keys():
             return None
         used = {atom: i for atom, i in numbers.items() if atom in needed}
-        return cls(used, literals, equations, found)
+        variables = (var for _, own, _, _ in equations for var in own)
+        places = {atom: i for i, atom in enumerate((*used, *literals, *variables))}
+        placed = [
+            (eqn, [places[atom] for atom in operands], inner)
+            for eqn, _, operands, inner in equations
+        ]
+        scalars = tuple(literals.values())
+        return cls(tuple(used.values()), scalars, placed, [places[atom] for atom in found])
 
     def make(self, trace: Any, value: Callable[[int], Any], info: Any) -> list[Any]:
         """Make the same of other values. Return the results.
 
         Args:
-            trace: the trace.
             value: returns one of the values that it is made of, from its number. Called for those
                 that are used.
-            info: the source of the whole.
         """
-        env = {**self.literals, **{atom: value(i) for atom, i in self.used.items()}}
-        for eqn, variables, atoms, inner in self.equations:
+        known = [*map(value, self.used), *self.literals]
+        for eqn, places, inner in self.equations:
             source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
-            operands = [env[atom] for atom in atoms]
-            env.update(zip(variables, compat.append(trace, eqn, operands, source), strict=True))
-        return [env[atom] for atom in self.results]
+            known += compat.append(trace, eqn, [known[place] for place in places], source)
+        return [known[place] for place in self.results]

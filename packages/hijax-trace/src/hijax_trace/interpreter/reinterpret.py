@@ -23,15 +23,8 @@ def reinterpret(
     """Make a jaxpr's equations again, as handlers want them.
 
     Args:
-        session: the call of the wrapped function.
-        frame: what is known of the jaxpr's values.
-        jaxpr: the open jaxpr.
-        values: the values of its constants and arguments.
         caller: the source of the call that the jaxpr is inlined for, or None. Its equations get
             this source: JAX shares the jaxpr of equal calls, so their own may be another call's.
-
-    Returns:
-        The values of its results.
     """
     return Interpreter(session, frame, jaxpr, values, caller).results()
 
@@ -64,6 +57,7 @@ class Interpreter(Pass):
                 self.run(task)
             for var in forget.get(task.eqn, ()) if forget else ():
                 env.pop(var, None)
+        self.answers = self.joins = None  # they refer to this: all of it is freed at once now
         return [a.val if type(a) is literal else env[a] for a in self.jaxpr.outvars]
 
     def run(self, task: Task) -> None:

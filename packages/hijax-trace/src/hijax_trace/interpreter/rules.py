@@ -9,29 +9,43 @@ import jax
 
 from .. import compat
 from ..staging.packed import Packed, stage_packed
-from .frames import FromOperands
-from .hi_prims import Applied, Asked, Rule, TappedPrim
-from .op_ids import Numbers
+from .hi_prims import Applied, Rule, TappedPrim
+from .op_ids import Numbers, OfRule
+from .questions import Outcome
 from .session import Around
+
+
+def of_rule(around: Around, name: str) -> OfRule:
+    """Return which operations of a rule are those of its function, which was tapped just now.
+
+    Args:
+        around: what is around the function's call.
+        name: tells the rule of which function it is.
+    """
+    session, (frame, scopes, *_), _ = around
+    ends = session.numbers.copy()
+    number = session.numbers.next(frame.path(scopes), frame.label, name)
+    return OfRule(f"{name}{number or ''}", ends)
 
 
 def prim_rule(
     around: Around,
     numbers: Numbers,
     is_later: bool = True,
-    asked: Asked | None = None,
+    asked: tuple[Numbers, Outcome] | None = None,
     label: str = "",
+    of: OfRule | None = None,
 ) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
 
     Args:
-        around: what is around the HiPrim's application.
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
-        asked: what came of asking handlers about its expansion, if that stands for it in rules.
+        asked: the operations so far, after those of its expansion, and what came of asking handlers
+            about them, if that stands for it in rules.
         label: the label of its operations in op ids; "" for that of the place.
+        of: which of its operations are those of its function; None if none is.
     """
-
     session, place, operands = around
 
     def rule(
@@ -56,17 +70,19 @@ def prim_rule(
         places = [*[None] * before, *known]
         tangents = len(jax.tree.leaves(args)) - linear
         along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
-        given = FromOperands(operands, places, [var.aval for var in jaxpr.invars], along)
+        given = operands.inside(places, [var.aval for var in jaxpr.invars], along)
         known = {"consts": consts, "is_rule": True, "is_later": is_later}
         inner = place.inside(jaxpr, given, label=label, **known)
         start = numbers
         if tapped is not None and asked is not None:
             given = [packed.place_of(leaf) for leaf in own]
             variables = [None if i is None else jaxpr.invars[before + i] for i in given]
-            applied = Applied(tapped, extra, variables, asked)
+            applied = Applied(tapped, extra, variables, asked[1])
             if any(map(applied.is_by, jaxpr.eqns)):
-                inner.applied, start = applied, asked.numbers
-        counting = session.counting(start.copy())
+                inner.applied, start = applied, asked[0]
+        # What one rule of a HiPrim has counted, the others do not know.
+        own = of if of is None or asked is None else of._replace(label=f"{of.label}.{name}")
+        counting = session.counting(start.copy(), own)
         return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
 
     return rule

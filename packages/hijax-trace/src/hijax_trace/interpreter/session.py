@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -11,15 +10,15 @@ from typing import Any, NamedTuple
 from interception_core import Interceptor
 from interception_core.engine_api import Patch, Taps
 
-from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.deferred import Staged
 from ..staging.marker import Markers
+from ..staging.repeated import context_token
 from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Place
 from .hi_prims import Expansions
-from .op_ids import Key, Numbers
+from .op_ids import Key, Numbers, OfRule
 from .questions import Keys, Memo
 from .tasks import Tasks
 
@@ -35,7 +34,6 @@ class Tapping:
     """What the calls of one wrapped function share.
 
     Args:
-        interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
         by_path: whether handlers are asked in traces of nested functions: see ``BY_PATH``.
         observe: makes an observer of what derivative rules stage later.
@@ -64,7 +62,7 @@ class Tapping:
         staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
         # Markers are the same whoever asks about them, so interceptors with one key share traces.
         shared = None if by_path else ("staged", interceptor.given_key)
-        self.taps = Taps(staged, on_call=_on_call, shared_key=shared, patches=patches)
+        self.taps = Taps(staged, on_call=_on_call, again=_again, shared_key=shared, patches=patches)
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
@@ -86,10 +84,8 @@ def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) 
     return call.observer.on_call(handler, call, args, kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def _interned(context: Hashable) -> object:
-    """Return an object that stands for JAX's configuration and is hashed fast."""
-    return object()
+def _again(observer: Any, site: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return observer.again(site, args, kwargs)
 
 
 def _no_origin(index: int) -> Origin:
@@ -113,12 +109,16 @@ class Session:
             stored.
         uses_of_lacking: the operations that take values of such inputs: the id, whether a handler
             knows it by that, and the expression of the value.
+        rule: the derivative rule that it is for, or None.
     """
 
-    def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
+    def __init__(
+        self, tapping: Tapping, numbers: Numbers | None = None, rule: OfRule | None = None
+    ):
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
-        self.context = _interned(compat.trace_context())
+        self.rule = rule
+        self.context = context_token()
         self.is_observed = Taps.is_observed()
         self.finished = False
         self.origin: Callable[[int], Origin | None] = _no_origin
@@ -154,10 +154,29 @@ class Session:
         ]
         return made.jaxpr, made.consts
 
-    def counting(self, numbers: Numbers) -> Session:
+    def count(self, path: str, label: str, name: str, is_linear: bool = False) -> tuple[str, int]:
+        """Count one operation. Return its label, and its number among those of its key.
+
+        Args:
+            path: its module path.
+            label: the label of the innermost loop or branch around it.
+            name: its name.
+            is_linear: whether the program must be linear in an operand.
+        """
+        if self.rule is not None:
+            label = self.rule.label_of(self.numbers, (path, label, name), is_linear)
+        return label, self.numbers.next(path, label, name)
+
+    def number(self, key: Key, numbers: Numbers | None = None) -> Hashable:
+        """Return what tells the ids of operations of a key, from some numbers: by default now."""
+        found = (self.numbers if numbers is None else numbers).get(key, 0)
+        # Where the function's operations end, and how those after them are called, tell as well.
+        return found if self.rule is None else (found, self.rule.label, self.rule.ends.get(key, 0))
+
+    def counting(self, numbers: Numbers, rule: OfRule | None = None) -> Session:
         """Return a session with other numbers, for a derivative rule."""
-        session = Session(self.tapping, numbers)
-        session.made = self.made
+        session = Session(self.tapping, numbers, rule)
+        session.origin, session.made = self.origin, self.made
         session.lacking, session.uses_of_lacking = self.lacking, self.uses_of_lacking
         return session
 
@@ -168,14 +187,8 @@ class Session:
 
 
 class Around(NamedTuple):
-    """What is around the programs that an equation holds.
-
-    Attributes:
-        session: the call of the wrapped function.
-        place: where the equation is.
-        operands: what is known of its operands.
-    """
+    """What is around the programs that an equation holds."""
 
     session: Session
     place: Place
-    operands: Operands
+    operands: Inputs

@@ -56,11 +56,8 @@ class Task(NamedTuple):
     """What to do with one equation.
 
     Attributes:
-        eqn: the equation.
-        do: what to do with it.
         simple: whether it may be appended to a jaxpr without running any rule.
         inlined: whether it is a call whose body JAX inlines.
-        marker: its marker, if it is one.
         stack: its name stack, without jaxtap's scopes.
         scopes: the names of the scopes in ``stack``.
         within: the names of the functions around it whose handlers were asked early.
@@ -221,8 +218,11 @@ class Tasks:
         """Return what to do with one equation, staged or being staged."""
         sort = key = None
         if sorts is not None:
-            # Calls of one function on equal types share its jaxpr.
-            key = compat.call_key(eqn) or (eqn.primitive, id(eqn.params))
+            # Calls of one function on equal types share its jaxpr, and those that were staged as
+            # one before it, their parameters.
+            params = eqn.params
+            key = None if type(params) is compat.SharedParams else compat.call_key(eqn)
+            key = key or (eqn.primitive, id(params))
             sort = sorts.get(key)
         if sort is None:
             sort = self._sort(eqn)

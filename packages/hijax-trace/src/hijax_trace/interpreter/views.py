@@ -27,7 +27,6 @@ def makers(value: Any, primitives: Collection[str]) -> Iterator[Any]:
 
     Args:
         value: the value. Each equation's first operand is what the next one made.
-        primitives: the names of the equations' primitives.
     """
     while compat.is_staged(value):
         _, eqn = compat.producer(value)
@@ -45,9 +44,7 @@ def moved_proxy(
     """Return the array proxy of a value, moved as the value was.
 
     Args:
-        value: the value.
         known: returns the proxy of a value that it may have been made of, or None.
-        expression: returns how a value is computed, or None.
     """
     if not compat.is_staged(value):
         return None

@@ -17,7 +17,7 @@ from ..dataflow.holders import custom_body
 from ..staging.deferred import Staged, can_defer, defer, defers, staged
 from ..staging.marker import hoisted, key_of
 from ..staging.packed import Packed, is_iterator, is_plain, stage_packed
-from ..staging.repeated import appended
+from ..staging.repeated import appended, appended_call, context_token
 from .early import Early
 from .session import Session
 
@@ -36,6 +36,14 @@ class Watcher:
         self.early = Early(session)
         self._deferring: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    def again(self, site: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Stage a function's call as an equal one before was staged.
+
+        Returns:
+            The call's result, or NotImplemented if there was none.
+        """
+        return self.session.tapping.markers.again(site, args, kwargs)
+
     def on_call(
         self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
@@ -46,11 +54,7 @@ class Watcher:
         Returns:
             The call's result, or NotImplemented to let the function run.
         """
-        # Most calls equal one before, and need no other scope.
-        result = self.session.tapping.markers.again(call.site, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        context = compat.trace_context()
+        context = context_token()
         with call.outside():
             return self._outside(context, handler, call, args, kwargs)
 
@@ -126,11 +130,7 @@ class Watcher:
     def call(
         self, function: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function with custom rules, once for equal calls of a trace.
-
-        Returns:
-            Its result.
-        """
+        """Call a function with custom rules, once for equal calls of a trace."""
         # Handlers that are asked early see each call.
         if type(function) is jax.custom_jvp and not self.session.tapping.by_path:
             packed = Packed((args, kwargs), ())
@@ -188,7 +188,8 @@ def _stage_jitted(original: Callable, args: tuple, kwargs: dict[str, Any]) -> An
     # JAX's rules keep such calls, too: the derivative of what they leave sums in the calls' order.
     for observer in Taps.observers():
         if isinstance(observer, Watcher) and observer.defers_inlining(args[0]):
-            return compat.keep_call(*args, **kwargs)
+            trace, source, *operands = args
+            return appended_call(trace, source, operands, kwargs)
     return original(*args, **kwargs)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ import numpy as np
 
 from interception_core import JaxtapError
 
-from .front import leading
+from .. import compat
 from .move import Move, MoveError, Part, is_shared
-from .moves import MOVES, data_of, move
+from .moves import MOVES, data_of, leading, move
 from .shards import Shards, sliced
 from .updates import axes_of, read_by, written
 
@@ -361,8 +361,6 @@ class Lost(ArrayProxy):
     """A proxy that could not follow a primitive.
 
     Attributes:
-        shape: the shape of the array.
-        dtype: the dtype of the array.
         why: the primitive and the reason, in words.
     """
 
@@ -379,6 +377,26 @@ class Lost(ArrayProxy):
     def step(self, axis: int, is_mapped: bool = False) -> Lost:
         """Return the lost proxy of a step."""
         return Lost((*self.shape[:axis], *self.shape[axis + 1 :]), self.dtype, self.why)
+
+
+class Apart(NamedTuple):
+    """An array proxy taken apart.
+
+    Attributes:
+        proxy: the proxy.
+        leaves: its arrays.
+        form: its structure, and the types of its arrays.
+    """
+
+    proxy: ArrayProxy
+    leaves: Sequence[Any]
+    form: tuple[Any, tuple[Any, ...]]
+
+
+def taken_apart(proxy: ArrayProxy) -> Apart:
+    """Return an array proxy taken apart."""
+    leaves, treedef = jax.tree.flatten(proxy)
+    return Apart(proxy, leaves, (treedef, tuple(map(compat.typeof, leaves))))
 
 
 def form_of(proxy: ArrayProxy) -> Hashable:

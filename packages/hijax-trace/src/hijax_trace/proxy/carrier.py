@@ -149,10 +149,6 @@ def without_replaced(
 ) -> tuple[dict[int, ArrayProxy], frozenset[str]]:
     """Drop derived values whose inputs are no longer those that were stored.
 
-    Args:
-        held: the array proxies among a program's inputs, by number.
-        given: all of its inputs, by pytree path.
-
     Returns:
         The array proxies; and the paths of the inputs that were replaced by arrays.
     """

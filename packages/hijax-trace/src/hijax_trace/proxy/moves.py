@@ -17,8 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .move import Move, MoveError, Part, Shape
-from .slices import dynamic_slice_rule, gather_rule, rest_of, slice_rule, split_rule, tile_of
+from .move import Move, MoveError, Part, Shape, numbers_of
+from .slices import (
+    dynamic_slice_rule,
+    gather_rule,
+    rest_of,
+    slice_rule,
+    split_rule,
+    spread,
+    tile_of,
+)
 
 
 def rearranged(how: Move) -> Sequence[int]:
@@ -43,9 +51,7 @@ def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
     of factors at other places. Each may have at most a varying factor and then a constant one.
 
     Args:
-        old: the shape of the array.
         groups: how many scales it has along each axis.
-        new: the shape of the result.
 
     Returns:
         How many scales the result has along each axis; None if the scales can't follow.
@@ -78,11 +84,6 @@ def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
 def move(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts as a primitive moves the arrays that they belong to.
 
-    Args:
-        how: the move.
-        arrays: the same part of each operand that is moved.
-        part: says what kind of part they are.
-
     Returns:
         The part of each result.
 
@@ -95,13 +96,7 @@ def move(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
 
 
 def data_in(primitive: str, count: int, result: int = 0) -> Sequence[int]:
-    """Return the operands of a primitive that moves elements which one of its results has.
-
-    Args:
-        primitive: the name of the primitive.
-        count: how many operands it has.
-        result: the number of the result.
-    """
+    """Return the operands of a primitive that moves elements which one of its results has."""
     if primitive in ("concatenate", "stack"):
         return range(count)
     if primitive == "select_n":
@@ -116,22 +111,9 @@ def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], b
     return [i for i in found if primitive != "select_n" or is_proxy(operands[i])]
 
 
-def _cast(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    return list(arrays)
-
-
 def _transpose(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,) = arrays
     return [lax.transpose(x, (*how.params["permutation"], *rest_of(how, x)))]
-
-
-def _squeeze(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    return [lax.squeeze(arrays[0], how.params["dimensions"])]
-
-
-def _rev(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    # Reversing the elements reverses their tiles.
-    return [lax.rev(arrays[0], how.params["dimensions"])]
 
 
 def _broadcast(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
@@ -171,10 +153,6 @@ def _unstack(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Arr
     (x,), axis = arrays, how.params["axis"]
     tile = tile_of(how, x, axis)
     return [lax.index_in_dim(x, i // tile, axis, keepdims=False) for i in range(how.shape[axis])]
-
-
-def _concatenate(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    return [_joined(how, arrays, how.params["dimension"], how.shapes)]
 
 
 def _stack(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
@@ -235,6 +213,44 @@ def narrowed(mask: Any, uniform: Set[int]) -> Any:
     return mask if list(mask.shape) == sizes else lax.slice(mask, [0] * len(sizes), sizes)
 
 
+def uniform_axes(
+    value: Any, made: Callable[[Any], tuple[str, Mapping[str, Any], Sequence[Any]] | None]
+) -> frozenset[int]:
+    """Return the axes along which all elements of a mask are known to be equal.
+
+    Args:
+        value: the mask: an array, a tracer or an ``Expression``.
+        made: returns the primitive that computes such a value, its parameters and operands, or
+            None.
+    """
+    shape = _shape(value)
+    every = frozenset(range(len(shape)))
+    own = frozenset(axis for axis in every if shape[axis] == 1)
+    if (how := made(value)) is None:
+        return own
+    name, params, operands = how
+    if name == "broadcast_in_dim":
+        inside = uniform_axes(operands[0], made)
+        places = enumerate(map(int, params["broadcast_dimensions"]))
+        return every - {place for axis, place in places if axis not in inside}
+    if name == "transpose":
+        inside = uniform_axes(operands[0], made)
+        return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in inside)
+    if name == "iota":
+        return every - {int(params["dimension"])}
+    if name not in _ELEMENTWISE:
+        return own
+    found = every
+    for operand in operands:
+        if _shape(operand):  # a scalar is the same for all elements
+            found &= uniform_axes(operand, made) if _shape(operand) == shape else own
+    return found | own
+
+
+def _shape(value: Any) -> Shape:
+    return getattr(getattr(value, "aval", value), "shape", ())
+
+
 def _select(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     which, *cases = how.operands
     if not all(is_zero(case) for i, case in enumerate(cases, 1) if i not in how.data):
@@ -261,10 +277,8 @@ def _spread(how: Move, x: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Repeat scales along axes where there must be more of them."""
     for axis, size in enumerate(sizes):
         count, full = x.shape[axis], how.shape[axis]
-        if count == size:
-            continue
-        if size == full:
-            x = lax.slice_in_dim(jnp.repeat(x, tile_of(how, x, axis), axis), 0, size, axis=axis)
+        if size in (count, full):
+            x = x if size == count else spread(how, x, axis)
         elif size % count or full % size or axis in how.tiles:
             raise MoveError(f"select_n of {count} and {size} scales along axis {axis}")
         else:
@@ -290,17 +304,20 @@ Rule = Callable[[Move, Sequence[jax.Array], Part], list[jax.Array]]
 
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "convert_element_type": _cast,
+    "concatenate": lambda how, arrays, part: [
+        _joined(how, arrays, how.params["dimension"], how.shapes)
+    ],
+    "convert_element_type": lambda how, arrays, part: list(arrays),
     "dynamic_slice": dynamic_slice_rule,
     "gather": gather_rule,
     "pad": _pad,
     "reshape": _reshape,
-    "rev": _rev,
+    # Reversing the elements reverses their tiles.
+    "rev": lambda how, arrays, part: [lax.rev(arrays[0], how.params["dimensions"])],
     "select_n": _select,
     "slice": slice_rule,
     "split": split_rule,
-    "squeeze": _squeeze,
+    "squeeze": lambda how, arrays, part: [lax.squeeze(arrays[0], how.params["dimensions"])],
     "stack": _stack,
     "tile": _repeat,
     "transpose": _transpose,
@@ -329,6 +346,14 @@ SAME_ELEMENTS = frozenset(
 """Primitives whose result ``k`` is operand ``k``, element by element; but see ``rounds``."""
 
 
+_ELEMENTWISE = SAME_ELEMENTS | frozenset(
+    (
+        *("add", "and", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul"),
+        *("ne", "not", "or", "sub", "xor"),
+    )
+)
+"""Primitives whose element of a mask depends on the same elements of their operands alone."""
+
 VIEWS = SAME_ELEMENTS | MOVES
 """Primitives that move elements and compute none, so that scales can be moved alike."""
 
@@ -346,3 +371,124 @@ def rounds(primitive: str, params: Mapping[str, Any]) -> bool:
 
 
 _BFLOAT16_BITS = jnp.finfo(jnp.bfloat16).nmant
+
+
+def leading(how: Move, count: int) -> Move:
+    """Return a move restricted to the first axes, for parts with other axes after them.
+
+    An example is a weight that is packed for a kernel: a stack of packed matrices can be sliced
+    along the stack, but not inside a matrix.
+
+    Args:
+        count: how many axes, the first, the part has in common with the array.
+
+    Raises:
+        MoveError: the primitive moves along the other axes, too.
+    """
+    rule = _LEADING.get(how.primitive)
+    params = None if rule is None else rule(how, count)
+    if params is None:
+        raise MoveError(f"{how.primitive} of axes after the first {count} of {how.shape}")
+    operands = how.operands
+    if how.primitive == "dynamic_slice":
+        operands = operands[: 1 + count]
+    if how.primitive == "select_n" and np.ndim(operands[0]):
+        operands = [jnp.reshape(operands[0], operands[0].shape[:count]), *operands[1:]]
+    shapes = [shape[:count] for shape in how.shapes]
+    tiles = {axis: tile for axis, tile in how.tiles.items() if axis < count}
+    params = {**how.params, **params}
+    return how._replace(params=params, operands=operands, shapes=shapes, tiles=tiles)
+
+
+def _first(name: str) -> Callable[[Move, int], dict[str, Any] | None]:
+    """Return the rule for a primitive that moves along one axis."""
+    return lambda how, count: {} if how.params[name] < count else None
+
+
+def _leading_dimensions(how: Move, count: int) -> dict[str, Any] | None:
+    return {} if all(axis < count for axis in how.params["dimensions"]) else None
+
+
+def _leading_slice(how: Move, count: int) -> dict[str, Any] | None:
+    params, rest = how.params, how.shape[count:]
+    strides = params["strides"] or (1,) * len(how.shape)
+    if any(params["start_indices"][count:]) or tuple(params["limit_indices"][count:]) != rest:
+        return None
+    if any(step != 1 for step in strides[count:]):
+        return None
+    names = ("start_indices", "limit_indices")
+    return {**{name: params[name][:count] for name in names}, "strides": strides[:count]}
+
+
+def _leading_dynamic_slice(how: Move, count: int) -> dict[str, Any] | None:
+    sizes = tuple(map(int, how.params["slice_sizes"]))
+    return {"slice_sizes": sizes[:count]} if sizes[count:] == how.shape[count:] else None
+
+
+def _leading_transpose(how: Move, count: int) -> dict[str, Any] | None:
+    permutation = tuple(how.params["permutation"])
+    if permutation[count:] != tuple(range(count, len(permutation))):
+        return None
+    return {"permutation": permutation[:count]}
+
+
+def _leading_reshape(how: Move, count: int) -> dict[str, Any] | None:
+    rest, new = how.shape[count:], tuple(how.params["new_sizes"])
+    kept = len(new) - len(rest)
+    if kept < 0 or new[kept:] != rest or math.prod(new[:kept]) != math.prod(how.shape[:count]):
+        return None
+    return {"new_sizes": new[:kept]}
+
+
+def _leading_broadcast(how: Move, count: int) -> dict[str, Any] | None:
+    shape = how.params["shape"]
+    rest, kept = how.shape[count:], len(shape) - (len(how.shape) - count)
+    places = tuple(map(int, how.params["broadcast_dimensions"]))
+    if places[count:] != tuple(range(kept, len(shape))) or tuple(shape[kept:]) != rest:
+        return None
+    return {"shape": shape[:kept], "broadcast_dimensions": places[:count]}
+
+
+def _leading_gather(how: Move, count: int) -> dict[str, Any] | None:
+    numbers, rest = numbers_of(how), how.shape[count:]
+    sizes = tuple(map(int, how.params["slice_sizes"]))
+    moved = numbers.start_index_map + numbers.collapsed_slice_dims + numbers.operand_batching_dims
+    kept = len(numbers.offset_dims) - len(rest)
+    rank = len(numbers.offset_dims) + how.operands[1].ndim - 1
+    last = tuple(range(rank - len(rest), rank))
+    if sizes[count:] != rest or any(axis >= count for axis in moved):
+        return None
+    if numbers.offset_dims[kept:] != last:
+        return None
+    fewer = numbers._replace(offset_dims=numbers.offset_dims[:kept])
+    return {"dimension_numbers": fewer, "slice_sizes": sizes[:count]}
+
+
+def _leading_reps(how: Move, count: int) -> dict[str, Any] | None:
+    reps = how.params["reps"]
+    return {"reps": reps[:count]} if all(n == 1 for n in reps[count:]) else None
+
+
+def _leading_select(how: Move, count: int) -> dict[str, Any] | None:
+    # Zeros have no known form after the first axes.
+    alike = len(how.data) == len(how.operands) - 1
+    return {} if alike and all(n == 1 for n in np.shape(how.operands[0])[count:]) else None
+
+
+_LEADING: dict[str, Callable[[Move, int], dict[str, Any] | None]] = {
+    "broadcast_in_dim": _leading_broadcast,
+    "concatenate": _first("dimension"),
+    "convert_element_type": lambda how, count: {},
+    "dynamic_slice": _leading_dynamic_slice,
+    "gather": _leading_gather,
+    "reshape": _leading_reshape,
+    "select_n": _leading_select,
+    "rev": _leading_dimensions,
+    "slice": _leading_slice,
+    "split": _first("axis"),
+    "squeeze": _leading_dimensions,
+    "stack": lambda how, count: {} if how.params["axis"] <= count else None,
+    "tile": _leading_reps,
+    "transpose": _leading_transpose,
+    "unstack": _first("axis"),
+}

@@ -36,7 +36,6 @@ def sliced(proxy: ArrayProxy, counts: Sequence[int]) -> Shards:
     """Return how a proxy is distributed whose shards are slices.
 
     Args:
-        proxy: the proxy.
         counts: into how many equal parts each axis of the array is cut.
 
     Raises:
@@ -97,11 +96,6 @@ class Placed(NamedTuple):
 
 def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str, Any]) -> Placed:
     """Return how a proxy enters a ``shard_map``.
-
-    Args:
-        proxy: the proxy of an operand.
-        spec: the partition spec of that operand.
-        params: the parameters of the equation.
 
     Raises:
         MoveError: the proxy can't be cut as the array is.

@@ -104,7 +104,7 @@ def gather_rule(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.
     for axis, size in enumerate(params["slice_sizes"]):
         size = int(size)
         if axis in batched:
-            x = _spread(how, x, axis)
+            x = spread(how, x, axis)
         elif axis in mapped:
             start, size = _window(how, x, axis, columns[mapped[axis]], size)
             columns[mapped[axis]] = jnp.broadcast_to(
@@ -124,7 +124,7 @@ def gather_rule(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.
     return [_filled(how, found, indices, offsets, part.is_whole)]
 
 
-def _spread(how: Move, x: jax.Array, axis: int) -> jax.Array:
+def spread(how: Move, x: jax.Array, axis: int) -> jax.Array:
     """Repeat scales so that each element of an axis has one."""
     size = how.shape[axis]
     if x.shape[axis] == size:

@@ -15,7 +15,7 @@ from jax import lax
 
 from .. import compat
 from .move import Move, MoveError
-from .moves import data_in
+from .moves import data_in, uniform_axes
 
 
 def written(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
@@ -24,7 +24,6 @@ def written(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     Args:
         how: the equation, of one of ``UPDATES``. ``data`` are the arrays that it reads elements
             from, the updated one first.
-        parts: the same part of each of these.
 
     Raises:
         MoveError: only some of the elements that share a scale are written.
@@ -36,9 +35,6 @@ def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) 
     """Return the updated array's axis for each axis of an operand.
 
     Args:
-        primitive: its name, one of ``UPDATES``.
-        params: the parameters of the equation.
-        ndim: how many axes the operand has.
         is_new: whether the operand has the new elements.
 
     Returns:
@@ -100,38 +96,19 @@ def _scatter(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
 def _select(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     which = how.operands[0]
     coarse = _coarse(how, parts[0]) if jnp.ndim(which) else []
+    uniform = uniform_axes(which, _made) if coarse else ()
     for axis in coarse:
-        if not _is_constant_along(which, axis):
+        if axis not in uniform:
             raise MoveError(f"select_n by a mask that may differ along axis {axis}")
         groups = parts[0].shape[axis]
         which = lax.slice_in_dim(which, 0, groups, axis=axis)
     return lax.select_n(which, *parts)
 
 
-_ELEMENTWISE = frozenset(
-    {"add", "and", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "or", "sub", "xor"}
-)
-
-
-def _is_constant_along(mask: Any, axis: int) -> bool:
-    """Return whether a mask is surely constant along an axis."""
-    while compat.is_staged(mask):
-        _, eqn = compat.producer(mask)
-        if eqn is None:
-            break
-        name, operands = eqn.primitive.name, eqn.in_tracers
-        if name == "broadcast_in_dim":
-            places = list(map(int, eqn.params["broadcast_dimensions"]))
-            return axis not in places or operands[0].aval.shape[places.index(axis)] == 1
-        if name == "iota":
-            return int(eqn.params["dimension"]) != axis
-        if name in _ELEMENTWISE:
-            return all(_is_constant_along(operand, axis) for operand in operands)
-        if name not in ("not", "convert_element_type", "copy"):
-            break
-        (mask,) = operands
-    shape = jnp.shape(mask)
-    return len(shape) <= axis or shape[axis] == 1
+def _made(tracer: Any) -> tuple[str, Mapping[str, Any], Sequence[Any]] | None:
+    """Return the primitive that computes a value, its parameters and operands, or None."""
+    _, eqn = compat.producer(tracer) if compat.is_staged(tracer) else (None, None)
+    return None if eqn is None else (eqn.primitive.name, eqn.params, eqn.in_tracers)
 
 
 _RULES: dict[str, Callable[[Move, Sequence[jax.Array]], jax.Array]] = {

@@ -19,7 +19,7 @@ from interception_core.engine_api import TappedCall
 
 from .. import compat
 from .packed import NUMBERS, NUMPY, Packed, stage_packed
-from .repeated import again, keep
+from .repeated import again, context_token, keep
 
 
 @dataclass(eq=False, slots=True)
@@ -29,10 +29,8 @@ class Marker:
     Attributes:
         owner: the owner of the target; see ``Tapping``.
         op_name: the last part of the target's name.
-        site: the target.
         function: the function. Engines that are active when it is called tap it.
         packed: its arguments, the pair of ``args`` and ``kwargs``.
-        results: its result.
         extra: how many leading inputs of the jaxpr are closed-over values, not arguments.
     """
 
@@ -89,7 +87,8 @@ class Markers:
 
         NotImplemented if none does.
         """
-        known = self._known.get(_quick_key(compat.trace_context(), site, args, kwargs))
+        key = _quick_key(context_token(), site, args, kwargs)
+        known = None if key is None else self._known.get(key)
         if known is None:
             return NotImplemented
         marker, jaxpr = known
@@ -107,11 +106,8 @@ class Markers:
         """Stage one call as a marker. Return its result.
 
         Args:
-            context: JAX's configuration where it is called, the scope there included.
-            call: the call.
+            context: stands for JAX's configuration where it is called, the scope there included.
             body: what is staged: called with the arguments, it does what the function does.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
         """
         packed, site = Packed((args, kwargs), ()), call.site
         values, key = packed.arrays, key_of(site, site.subject, packed)
@@ -152,17 +148,20 @@ class Markers:
 def _quick_key(
     context: Hashable, site: Hashable, args: tuple, kwargs: dict[str, Any]
 ) -> Hashable | None:
-    """Return a key of a call of different tracers alone, which need not be taken apart."""
+    """Return a key of a call of different staged arrays alone, which need not be taken apart."""
     if kwargs:
         return None
-    types = []
+    types = [site, context]
     for value in args:
-        if not isinstance(value, compat.Tracer):
+        if not compat.is_staged_array(value):
             return None
         types.append(value.aval)
-    if len(args) > len(set(map(id, args))):
+    # Most have one or two. Of more, ids are compared: tracers have no hash.
+    if len(args) > 1 and (
+        args[0] is args[1] or (len(args) > 2 and len({*map(id, args)}) < len(args))
+    ):
         return None
-    return site, context, tuple(types)
+    return tuple(types)
 
 
 def key_of(site: Hashable, subject: Any, packed: Packed) -> Hashable | None:
@@ -192,8 +191,6 @@ def hoisted(
     """Close a jaxpr, or make its constants its leading inputs.
 
     Args:
-        jaxpr: the open jaxpr.
-        consts: the values of its constants.
         always: whether they become inputs even if all are plain arrays, not tracers or Refs.
         is_open: whether a jaxpr without constants stays open.
 
@@ -212,12 +209,6 @@ _LEAF = jax.tree.structure(0)
 
 def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:
     """Check a handler's result. Return its arrays.
-
-    Args:
-        call: what the handler was given.
-        result: its result.
-        expected: the original's result.
-        avals: the types of the original's arrays, for which the program was staged.
 
     Raises:
         TargetError: the result differs from the original's in structure, shapes or dtypes.

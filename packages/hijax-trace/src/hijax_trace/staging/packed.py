@@ -25,7 +25,6 @@ class Packed:
     """A pytree taken apart into arrays, each once, and the other leaves.
 
     Args:
-        tree: the pytree.
         kinds: types that count as arrays beside JAX's. NumPy arrays count among a program's
             arguments, but may be constants of an operation, such as a convolution's padding.
             Python numbers count among results alone.
@@ -47,8 +46,6 @@ class Packed:
         """Return a pytree of these leaves, taken apart without being built.
 
         Args:
-            leaves: its leaves.
-            treedef: its structure.
             also: another type that counts as an array, which the classes of the pytree need not
                 take.
         """
@@ -70,11 +67,11 @@ class Packed:
                 self._places.append(None)
                 self.rest.append(leaf)
                 continue
-            if id(leaf) not in seen:
-                seen[id(leaf)] = len(self.arrays)
+            place = seen.setdefault(id(leaf), len(self.arrays))
+            if place == len(self.arrays):
                 self._first.append(len(self._places))
                 self.arrays.append(leaf)
-            self._places.append(seen[id(leaf)])
+            self._places.append(place)
 
     def build(self, arrays: Sequence[Any]) -> Any:
         """Return the pytree with other arrays."""

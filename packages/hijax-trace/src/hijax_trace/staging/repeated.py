@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -36,6 +37,34 @@ class _Traces(threading.local):
 _TRACES = _Traces()
 
 
+class _Context(threading.local):
+    """JAX's configuration of a thread when it was last looked at."""
+
+    context: Hashable = None
+    token: object = None
+
+
+_CONTEXT = _Context()
+
+
+@functools.lru_cache(maxsize=256)
+def interned(context: Hashable) -> object:
+    """Return an object that stands for JAX's configuration and is hashed fast."""
+    return object()
+
+
+def context_token() -> object:
+    """Return an object that stands for JAX's configuration now.
+
+    To hash the configuration, which has enumerations in it, takes ten times as long as to compare
+    it with the one before.
+    """
+    context = compat.trace_context()
+    if context != _CONTEXT.context:
+        _CONTEXT.context, _CONTEXT.token = context, interned(context)
+    return _CONTEXT.token
+
+
 def _keeps(trace: Any) -> bool:
     """Return whether what is made in a trace is kept: not while JAX looks for leaked traces."""
     return compat.is_staging(trace) and not compat.checks_leaks()
@@ -47,11 +76,8 @@ def appended(key: Hashable, call: Callable[[], Any], values: Sequence[Any]) -> A
     JAX asks several of its rules and caches at each call of a jitted function, and stages a
     function with custom rules again. A program with hundreds of equal layers does that hundreds of
     times for one equation.
-
-    Returns:
-        The results.
     """
-    key = key, compat.trace_context()
+    key = key, context_token()
     results = again(key, values)
     if results is None:
         results = call()
@@ -82,6 +108,34 @@ def keep(key: Hashable, values: Sequence[Any], results: Any) -> None:
         leaves, structure = (results, None) if is_flat else jax.tree.flatten(results)
         eqn = compat.call_of(trace, values, leaves)
         made[key] = None if eqn is None else (eqn, structure)
+
+
+def appended_call(
+    trace: Any, source: Any, operands: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any]:
+    """Stage a jitted call as it is in a trace, or append the equation of an equal one.
+
+    Args:
+        trace: the staging trace.
+        source: the source of the call.
+        operands: its operands, tracers of the trace.
+        params: its parameters.
+
+    Returns:
+        The results.
+    """
+    if not _keeps(trace):
+        return compat.keep_call(trace, source, *operands, **params)
+    # Calls of a function on equal types share its jaxpr. Their other parameters are compared: by
+    # identity at first, as Python does it, and JAX keeps those of equal calls.
+    made, key = _TRACES.of(trace), (params["jaxpr"], context_token())
+    known = made.get(key)
+    if known is not None and known.params == params:
+        return compat.append(trace, known, operands, source)
+    results = compat.keep_call(trace, source, *operands, **params)
+    if (known := compat.call_of(trace, operands, results, inlines=False)) is not None:
+        made[key] = known
+    return results
 
 
 def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> Any:

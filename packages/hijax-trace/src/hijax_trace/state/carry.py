@@ -14,8 +14,7 @@ from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME_ELEMENTS
 from ..proxy.updates import UPDATES, read_by
-from ..staging.deferred import defer, staged
-from ..staging.functions import Function
+from ..staging.deferred import Function, defer, staged
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging, as_array
@@ -25,8 +24,6 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
     """Stage a program again so that it carries array proxies.
 
     Args:
-        jaxpr: the open jaxpr, as ``stage`` returned it.
-        consts: the values of its constants.
         given: by number, the arguments that are proxies: the proxy's structure, and the number of
             the argument that is its first array.
     """

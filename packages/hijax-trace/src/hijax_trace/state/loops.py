@@ -55,11 +55,9 @@ def _settled(
 
     Args:
         step: returns the carry after a step, from the carry before it and ``xs``.
-        carry: the carry before the loop.
         xs: the types of one step's part of the operands that the loop steps along.
         atoms: the operands of the loop that are its carry.
         loop: the loop's name, for reasons.
-        body: its jaxpr.
     """
     # Restoring one proxy may change the form of another, so try until nothing changes.
     while True:

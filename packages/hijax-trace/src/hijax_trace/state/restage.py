@@ -9,8 +9,7 @@ import jax
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy, is_proxy
-from ..staging.deferred import staged
-from ..staging.functions import Program
+from ..staging.deferred import Program, staged
 
 
 class Restaged(NamedTuple):
@@ -18,7 +17,6 @@ class Restaged(NamedTuple):
 
     Attributes:
         jaxpr: the open jaxpr, with the inputs of the original.
-        consts: the values of its constants.
         starts: for each equation of the original, how many equations are before its replacement.
         results: builds the original's results from its own.
     """
@@ -52,8 +50,6 @@ class Restaging:
         """Return the results of an open jaxpr; some may stand for arrays.
 
         Args:
-            jaxpr: the jaxpr.
-            values: the values of its constants and arguments.
             caller: the source of the call that it is inlined for, or None.
         """
         trace, by_position = compat.current_trace(), self._by_position
@@ -118,7 +114,6 @@ def as_array(value: Any, aval: Any) -> Any:
 
     Args:
         value: a value, or a proxy of tracers of the trace that is being staged.
-        aval: the type of the array.
     """
     if not is_proxy(value):
         return value

@@ -122,8 +122,6 @@ class _Stacking(Restaging):
         """Run a scan that carries stacks instead of stepping along them.
 
         Args:
-            eqn: the scan.
-            operands: its operands.
             pairs: of each operand that becomes carried, the result that it becomes.
         """
         params, closed = eqn.params, eqn.params["jaxpr"]

@@ -54,9 +54,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Time a kernel and print the times.
 
-    Returns:
-        0.
-
     Raises:
         JaxtapError: the kernel, case or table does not exist, or a needed side is left out.
     """
@@ -111,7 +108,6 @@ def bench_of(spec: KernelSpec, given: str | None = None) -> Bench:
     """Return the calls that a kernel declares, or those of ``"module:function"``.
 
     Args:
-        spec: the kernel.
         given: the path of a function to use instead of the kernel's.
 
     Raises:

@@ -27,9 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
     It has the commands and options of the plugins that are installed now.
 
-    Returns:
-        0.
-
     Raises:
         JaxtapError: shtab is not installed.
     """

@@ -30,9 +30,6 @@ def run(args: argparse.Namespace) -> int | None:
     Args:
         args: the options that all demos have. Others have the demo's defaults.
 
-    Returns:
-        Its exit status.
-
     Raises:
         UnknownNameError: no provider of that name has a demo.
         PluginError: two plugins claim the demo, it can't be loaded, or there is none.

@@ -68,9 +68,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the distribution, and print what to do next.
 
-    Returns:
-        0.
-
     Raises:
         JaxtapError: the name is not fit for a distribution and a package, the folder exists, or
             it can't be written.
@@ -88,9 +85,6 @@ def create(kind: str, name: str, folder: Path) -> Path:
         kind: a key of ``KINDS``.
         name: the name of the distribution: lower-case words with hyphens.
         folder: the new folder. It must not exist, and the folder around it must.
-
-    Returns:
-        The folder.
 
     Raises:
         JaxtapError: the name or the folder can't be used. Nothing is written then.

@@ -29,9 +29,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the ops.
 
-    Returns:
-        0.
-
     Raises:
         JaxtapError: no kernel implements an op.
     """

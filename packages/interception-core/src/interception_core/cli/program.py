@@ -75,7 +75,6 @@ def read_argument(text: str, module: ModuleType) -> Any:
 
     Args:
         text: a type such as ``f32[8,64]``, or an expression of names in the file.
-        module: the file's module.
 
     Returns:
         A ``jax.ShapeDtypeStruct``, or the value of the expression.

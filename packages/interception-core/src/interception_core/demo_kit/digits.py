@@ -80,15 +80,10 @@ def train(
 
     Args:
         apply: parameters and images to logits, f32 [N, 10].
-        params: the first parameters: a pytree of float arrays.
-        digits: the data.
         epochs: how often each image is seen.
         rate: the learning rate.
         seed: of the order of the images.
         advance: called after each epoch.
-
-    Returns:
-        The trained parameters.
     """
     optimizer = optax.adam(rate)
     state = optimizer.init(params)

@@ -26,7 +26,6 @@ def ready(args: argparse.Namespace, install: str) -> None:
     """Raise before the work if the demo would fail later.
 
     Args:
-        args: the options.
         install: what to install for the libraries of the demo, such as ``"jaxtap[xla]"``.
 
     Raises:

@@ -78,8 +78,6 @@ def write_table(
     """Put cases into a table, replacing those with the same labels.
 
     Args:
-        path: the file.
-        target: the kernel's target.
         variant: see ``Bench.variant``.
         cases: the labels of each case, and ``ratio``: the kernel's time divided by that of
             ``Bench.against``.

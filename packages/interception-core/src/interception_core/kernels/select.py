@@ -1,6 +1,6 @@
-"""select_kernel: which of the declared kernels a call gets.
+"""What programs ask of the declared kernels: an op's function, its kernel, scratch memory.
 
-The answer for a call is kept until the plugins are loaded again. So plugins are asked once per
+The kernel of a call is kept until the plugins are loaded again. So plugins are asked once per
 different call, and a program that is traced again gets the same kernel. A process that meets new
 shapes for ever keeps the last MOST answers.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..errors import PluginError, PluginWarning, one_line
+from ..errors import PluginError, PluginWarning, one_line, unknown_name
 from ..log import logger
 from ..plugins import host as _host
 from ..plugins.hookspecs import SELECT
@@ -58,11 +58,6 @@ def chosen_kernel(op: str, platform: str, kernel: KernelSpec | None) -> Iterator
     """Let `select_kernel` choose one kernel, or none, for all calls.
 
     Programs that were traced before keep their kernel: call ``jax.clear_caches()`` first.
-
-    Args:
-        op: the op.
-        platform: the platform.
-        kernel: the kernel; None for none.
     """
     token = _given.set({**_given.get(), (op, platform): kernel})
     try:
@@ -184,4 +179,67 @@ def _picked(answer: Any, candidates: list[KernelSpec]) -> KernelSpec | None:
     raise PluginError(
         "It must return None, a candidate or a candidate's target, got "
         f"{answer!r}. Return one of {', '.join(spec.target for spec in candidates)}, or None."
+    )
+
+
+def get_op(op: str, /) -> Callable[..., Any]:
+    """Return the function that programs call for an op.
+
+    Args:
+        op: the op, such as ``"gemm_w8a8"``.
+
+    Returns:
+        The `apply` of the op's kernel with the highest priority, among those that declare one.
+
+    Raises:
+        UnknownNameError: no kernel with an `apply` implements the op.
+        PluginError: the function can't be imported.
+    """
+    claims = _host.ready().of(KernelSpec)
+    callable_ones = [claim for claim in claims if claim.spec.apply is not None]
+    found = [claim for claim in callable_ones if claim.spec.op == op]
+    if not found:
+        bare = [claim.spec.target for claim in claims if claim.spec.op == op]
+        hint = f"{', '.join(bare)} implements it, without an apply to call it by." if bare else ""
+        raise unknown_name("op", op, (claim.spec.op for claim in callable_ones), hint)
+    best = max(found, key=lambda claim: claim.spec.priority)
+    return resolve(best.spec.apply or "", best.label)
+
+
+def kernel_workspace(
+    spec: KernelSpec, operands: Iterable[Any], results: Iterable[Any], **attributes: Any
+) -> int | None:
+    """Return the bytes of scratch memory that a kernel needs.
+
+    Args:
+        spec: the kernel, from `select_kernel`.
+        operands: the operands of the target: objects with `.shape` and `.dtype`. In a sharded
+            program they are those of one device.
+        results: the results of the target without that memory, as ``operands``.
+        **attributes: the attributes of the call, which must be hashable.
+
+    Returns:
+        The bytes, which the target gets as one more result; None if it has no such result.
+
+    Raises:
+        PluginError: `workspace` can't be loaded, fails, or returns something else.
+        TypeError: an operand has no shape or dtype, or an attribute can't be hashed.
+    """
+    if spec.workspace is None:
+        return None
+    owner = f"the kernel {spec.key!r}"
+    call = KernelCall.of(spec.op, spec.platform, operands, **attributes)
+    avals = KernelCall.of(spec.op, spec.platform, results).operands
+    ask = resolve(spec.workspace, owner)
+    try:
+        found = ask(call, avals)
+    except Exception as error:
+        raise PluginError(
+            f"{owner}: its workspace {spec.workspace!r} failed for {call}: {one_line(error)}"
+        ) from error
+    if found is None or (isinstance(found, int) and not isinstance(found, bool) and found >= 0):
+        return found
+    raise PluginError(
+        f"{owner}: its workspace {spec.workspace!r} must return bytes, an int of 0 or more, or "
+        f"None, got {found!r} for {call}. Return the size of the scratch memory."
     )

@@ -7,8 +7,7 @@ for is here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 from ..cache_key import CacheKey
 
@@ -16,20 +15,12 @@ _KEY = CacheKey()
 """The key of the current state, or None."""
 
 
-class Keyed(Protocol):
-    """A state with a key."""
-
-    @property
-    def key(self) -> Hashable:
-        """The state's key in JAX's caches."""
-
-
 class Context(threading.local):
-    """The state of this thread: None, a ``Scope`` or OUTSIDE (see ``scope``)."""
+    """The state of this thread: None, a ``Scope`` or OUTSIDE, whose ``key`` is for JAX's caches."""
 
     value: Any = None
 
-    def __call__(self, state: Keyed | None) -> Current:
+    def __call__(self, state: Any) -> Current:
         """Return a context manager that makes a state current."""
         return Current(state)
 
@@ -42,7 +33,7 @@ class Current:
 
     __slots__ = ("_before", "_keys", "_state")
 
-    def __init__(self, state: Keyed | None):
+    def __init__(self, state: Any):
         self._state = state
         self._keys = _KEY(None if state is None else state.key)
 

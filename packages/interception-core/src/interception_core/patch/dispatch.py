@@ -25,6 +25,12 @@ def run(site: Site, original: Callable, state: State, args: tuple, kwargs: dict)
     """Run a call of a site that was made in a state."""
     if state.__class__ is not Scope or state.asleep:
         return original(*args, **kwargs)
+    # Most calls equal one before. Their results need no `TappedCall` and no scope.
+    activation = state.activation
+    if activation.again is not None and site in activation.table and site not in state.within:
+        result = activation.again(activation.observer, site, args, kwargs)
+        if result is not NotImplemented:
+            return result
     return _ask(site, original, state, (), args, kwargs)
 
 
@@ -66,9 +72,13 @@ def _ask(
 
 
 class TappedCall(OpCall):
-    """A call of a tapped function or primitive."""
+    """A call of a tapped function or primitive.
 
-    __slots__ = ("_kept", "_original", "_scope", "_site", "label", "number")
+    Attributes:
+        site: the target that is called, a key of `Taps.functions`.
+    """
+
+    __slots__ = ("_kept", "_original", "_scope", "label", "number", "site")
 
     label: str  # pyrefly: ignore[bad-override]
     number: int  # pyrefly: ignore[bad-override]
@@ -88,7 +98,7 @@ class TappedCall(OpCall):
         self.level = site.level
         self.params = kwargs
         self._args = args
-        self._site = site
+        self.site = site
         self._original = original
         self._scope = scope
         self._kept = kept
@@ -100,12 +110,12 @@ class TappedCall(OpCall):
         return frozenset(table[site][0] for site in self._scope.within)
 
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
-        return _ask(self._site, self._original, self._scope.parent, self._kept, args, kwargs)
+        return _ask(self.site, self._original, self._scope.parent, self._kept, args, kwargs)
 
     def let_run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original as after NotImplemented: operations in it are tapped."""
-        kept = (*self._kept, self._scope.inside(self._site))
-        return _ask(self._site, self._original, self._scope.parent, kept, args, kwargs)
+        kept = (*self._kept, self._scope.inside(self.site))
+        return _ask(self.site, self._original, self._scope.parent, kept, args, kwargs)
 
     def outside(self) -> AbstractContextManager[Any]:
         """Return a context in which the interceptors are active that are around this one."""
@@ -115,12 +125,7 @@ class TappedCall(OpCall):
     @property
     def function(self) -> Callable[..., Any]:
         """The called function, which asks the interceptors active when called."""
-        return functools.partial(_run_now, self._site, self._original)
-
-    @property
-    def site(self) -> Site:
-        """The target that is called, a key of `Taps.functions`."""
-        return self._site
+        return functools.partial(_run_now, self.site, self._original)
 
     @property
     def observer(self) -> Any:

@@ -41,7 +41,8 @@ def _enter_name(site: Any, original: Callable, state: State, args: tuple, kwargs
 def _exit_name(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     name_scope, *exc_info = args
     if isinstance(state, Scope) and state.opener is name_scope:
-        state.restore.__exit__(*exc_info)
+        restore, state.opener, state.restore = state.restore, None, None
+        restore.__exit__(*exc_info)  # it refers to the state, which is freed now
     return original(*args, **kwargs)
 
 

@@ -76,6 +76,7 @@ class Activation:
     observer: Observer | None = None
     shared_key: InitVar[Hashable] = None
     on_call: Callable[..., Any] | None = None
+    again: Callable[..., Any] | None = None
     key: Hashable = field(init=False)
     resolve_path: Callable[[str], Hashable] = field(init=False)
     # By id. The value is kept with its metadata, so that its id isn't given to another one.
@@ -206,7 +207,8 @@ class Scope:
         """Return the scope with a longer module path, on every level."""
         parent = self.parent.extended(name) if self.parent is not None else None
         path = f"{self.path}/{name}" if self.path else name
-        return replace(self, parent=parent, path=path)
+        # Not `replace`, which goes through all fields: programs open a scope for each layer.
+        return Scope(self.activation, parent, path, self.within, self.asleep, self.linear)
 
     def transposed(self) -> Scope:
         """Return the scope in which JAX traces a function to transpose it, on every level."""

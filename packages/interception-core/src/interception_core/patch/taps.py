@@ -33,6 +33,9 @@ class Taps:
         disable_jit: whether functions run under ``jax.disable_jit``. Only then are primitives
             patched.
         on_call: called instead of the handlers of functions.
+        again: called before ``on_call``, as ``again(observer, site, args, kwargs)`` with the
+            arguments as they are given. It returns the result of a call that equals one before,
+            or NotImplemented. Such a call has no number.
         shared_key: the key in JAX's caches, together with the targets, for all module paths.
             ``on_call`` and observers must leave the same in traces for all interceptors with that
             key.
@@ -45,12 +48,14 @@ class Taps:
         *,
         disable_jit: bool = False,
         on_call: OnCall | None = None,
+        again: Callable[..., Any] | None = None,
         shared_key: Hashable = None,
         patches: Sequence[Patch] = (),
     ):
         self.interceptor = interceptor
         self._disable_jit = disable_jit
         self._on_call = on_call
+        self._again = again
         self._shared_key = shared_key
         self._patches = (*ALWAYS, *patches)
         self._resolved: Resolved | None = None
@@ -80,10 +85,12 @@ class Taps:
     @staticmethod
     def observers() -> list[Any]:
         """Return the observers of what is active on this thread, innermost first."""
-        state = CONTEXT.value
-        if not isinstance(state, Scope):
-            return []
-        return [active.observer for active in state.activations() if active.observer is not None]
+        state, found = CONTEXT.value, []
+        while isinstance(state, Scope):
+            if (observer := state.activation.observer) is not None:
+                found.append(observer)
+            state = state.parent
+        return found
 
     @staticmethod
     def unobserved(
@@ -146,6 +153,7 @@ class Taps:
             observer,
             None if self._shared_key is None else self.key,
             self._on_call,
+            self._again,
         )
         outer = CONTEXT.value
         outer = outer if isinstance(outer, Scope) else None

@@ -29,83 +29,7 @@ API_VERSION = (1, 7)
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-
-@hookspec
-def jaxtap_register_providers() -> Iterable[ProviderSpec]:
-    """Return the providers of this plugin, as `ProviderSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_engines() -> Iterable[EngineSpec]:
-    """Return the engines of this plugin, as `EngineSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_kernels() -> Iterable[KernelSpec]:
-    """Return the kernels of this plugin, as `KernelSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_bridges() -> Iterable[BridgeSpec]:
-    """Return the bridges of this plugin, as `BridgeSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_qtypes() -> Iterable[QTypeSpec]:
-    """Return the number formats of this plugin, as `QTypeSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_forms() -> Iterable[FormSpec]:
-    """Return the stored forms of this plugin, as `FormSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_features() -> Iterable[FeatureSpec]:
-    """Return what methods of other packages do here, as `FeatureSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_export_backends() -> Iterable[ExportBackendSpec]:
-    """Return the export backends of this plugin, as `ExportBackendSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_register_commands() -> Iterable[CommandSpec]:
-    """Return the commands that this plugin adds to `jaxtap`, as `CommandSpec` objects."""
-    return ()
-
-
-@hookspec
-def jaxtap_doctor_checks() -> Iterable[DoctorCheck]:
-    """Return the checks for `jaxtap doctor`, as `DoctorCheck` objects."""
-    return ()
-
-
-@hookspec(firstresult=True)
-def jaxtap_select_kernel(
-    call: KernelCall, candidates: tuple[KernelSpec, ...]
-) -> KernelSpec | str | None:
-    """Return the kernel that a call gets, or None.
-
-    Args:
-        call: the op, the platform, the operands and the parameters.
-        candidates: the kernels that support the call, the one with the highest priority first.
-
-    Returns:
-        A candidate or its target; None for no opinion.
-    """
-
-
-# Which spec each declaring hook returns.
+# The declaring hooks: each takes nothing, and returns the plugin's specs of this class.
 HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_providers": ProviderSpec,
     "jaxtap_register_engines": EngineSpec,
@@ -119,6 +43,32 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_doctor_checks": DoctorCheck,
 }
 
-# The one hook that is not called while plugins are loaded, but once per different call of an op.
-SELECT = "jaxtap_select_kernel"
+
+@hookspec
+def _declare() -> Iterable[Spec]:
+    return ()
+
+
+@hookspec(firstresult=True)
+def jaxtap_select_kernel(
+    call: KernelCall, candidates: tuple[KernelSpec, ...]
+) -> KernelSpec | str | None:
+    """Return the kernel that a call gets, or None.
+
+    It is the one hook that is not called while plugins are loaded, but once per different call of
+    an op.
+
+    Args:
+        call: the op, the platform, the operands and the parameters.
+        candidates: the kernels that support the call, the one with the highest priority first.
+
+    Returns:
+        A candidate or its target; None for no opinion.
+    """
+
+
+SELECT = jaxtap_select_kernel.__name__
 ALL_HOOKS = (*HOOKS, SELECT)
+
+HOOKSPECS = type("HookSpecs", (), {**dict.fromkeys(HOOKS, _declare), SELECT: jaxtap_select_kernel})
+"""What pluggy reads: all hooks, by name."""

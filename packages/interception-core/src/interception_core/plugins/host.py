@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PluginError, PluginWarning, UnknownNameError
-from .discovery import discover
 from .paths import resolve
-from .records import PluginRecord
+from .records import PluginRecord, discover
 from .registry import Claim, Registry, S, build, rivals
 from .specs import (
     BridgeSpec,
@@ -60,12 +59,7 @@ _MEMBERS: dict[type[Spec], dict[str, str]] = {
 
 
 class Host:
-    """Loads the plugins once, from any thread.
-
-    Args:
-        discover: returns the installed plugins.
-        environ: where the environment variables are read from.
-    """
+    """Loads the plugins once, from any thread."""
 
     def __init__(
         self,
@@ -234,10 +228,7 @@ def get_engine(name: str | None = None, /, **config: Any) -> Engine:
         The engine: an object with `wrap(fn, interceptor)`.
 
     Raises:
-        UnknownNameError: no engine has that name. The message lists the known ones, and the
-            plugins that failed.
-        PluginError: two plugins claim the name, the plugin of that name failed, the factory can't
-            be imported, or its result is not an engine.
+        UnknownNameError, PluginError: as `get_provider`, of engines.
     """
     registry = ready()
     if name is None:
@@ -257,10 +248,7 @@ def get_export_backend(name: str, /, **config: Any) -> Any:
         The backend: an object with `name`, `check(rules)` and `quantize(file)`.
 
     Raises:
-        UnknownNameError: no export backend has that name; the known ones are listed, and the
-            plugins that failed, one of which might have had it.
-        PluginError: two plugins claim the name, the plugin of that name failed, the factory
-            cannot be imported, or what it returns is not an export backend.
+        UnknownNameError, PluginError: as `get_provider`, of export backends.
     """
     return _made(ready().get(ExportBackendSpec, name), config)
 
@@ -272,10 +260,7 @@ def get_feature(name: str) -> Callable[..., Any]:
         name: the name that a plugin declares it under, such as ``"plan-optimize"``.
 
     Raises:
-        UnknownNameError: no plugin has that feature. The message lists the known ones, and the
-            plugins that failed.
-        PluginError: two plugins claim the name, the plugin of that name failed, or the function
-            can't be imported.
+        UnknownNameError, PluginError: as `get_provider`, of features.
     """
     claim = ready().get(FeatureSpec, name)
     return resolve(claim.spec.run, claim.label)
@@ -291,10 +276,8 @@ def get_form(kind: str) -> Any:
         The class: a subclass of `quant_numerics.StoredForm`.
 
     Raises:
-        UnknownNameError: no plugin has a stored form of that name. The message lists the known
-            ones, and the plugins that failed.
-        PluginError: two plugins claim the name, the plugin of that name failed, the class can't
-            be imported, or has another kind.
+        UnknownNameError, PluginError: as `get_provider`, of stored forms.
+        PluginError: the class has another kind.
     """
     claim = ready().get(FormSpec, kind)
     form = resolve(claim.spec.form, claim.label)
@@ -317,10 +300,8 @@ def make_qtype(name: str) -> Any:
         The format: a `quant_numerics.QType`.
 
     Raises:
-        UnknownNameError: no plugin has a format of that name. The message lists the known ones,
-            and the plugins that failed.
-        PluginError: two plugins claim the name, the plugin of that name failed, the factory can't
-            be imported, or its result is not a format of that name.
+        UnknownNameError, PluginError: as `get_provider`, of formats.
+        PluginError: the result has another name.
     """
     registry = ready()
     made = _qtypes.setdefault(registry, {})

@@ -16,8 +16,7 @@ from typing import Any
 import pluggy
 
 from ..errors import PluginError, nearest_name
-from . import hookspecs as _hookspecs
-from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT
+from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, HOOKSPECS, PROJECT
 from .records import Phase, PluginRecord
 from .specs import Spec, is_version
 
@@ -33,7 +32,7 @@ JAX_NOTE = (
 def new_manager() -> pluggy.PluginManager:
     """Return a manager that knows jaxtap's hooks and no plugin."""
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(_hookspecs)
+    manager.add_hookspecs(HOOKSPECS)
     return manager
 
 
@@ -44,11 +43,7 @@ def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> li
 
 
 def load(manager: pluggy.PluginManager, found: PluginRecord, strict: bool = False) -> PluginRecord:
-    """Load one plugin. Faults of the plugin do not raise.
-
-    Returns:
-        Its record, with its specs.
-    """
+    """Load one plugin. Faults of the plugin do not raise."""
     # If jax is imported already, a plugin that imports it can't be found. If another thread imports
     # jax at this moment, the plugin is blamed, which is rare.
     had_jax = "jax" in sys.modules

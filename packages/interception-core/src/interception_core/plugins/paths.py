@@ -28,9 +28,6 @@ def resolve(path: str, owner: str) -> Any:
         path: a ``"package.module:attribute"`` string. The attribute may be dotted.
         owner: the declaration, for the error: ``"Provider 'acme' of plugin 'acme'"``.
 
-    Returns:
-        The object, which is callable.
-
     Raises:
         PluginError: the module can't be imported, has no such attribute, or the object can't be
             called. The original exception, if any, is the cause.

@@ -81,10 +81,6 @@ class Registry:
     def get(self, wanted: type[S], name: str) -> Claim[S]:
         """Return the claim of a name.
 
-        Args:
-            wanted: the class of the spec, such as `ProviderSpec`.
-            name: the key of the spec.
-
         Raises:
             PluginError: two plugins claim the name, or it is the name of a plugin that failed.
             UnknownNameError: nothing has that name. The message lists the plugins that failed,

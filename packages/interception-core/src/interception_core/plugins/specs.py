@@ -51,7 +51,11 @@ def _refuse(spec: object, field: str, wanted: str) -> PluginError:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a plugin declares. The base class of all specs."""
+    """What a plugin declares. The base class of all specs.
+
+    Raises:
+        PluginError: a field has the wrong type or form.
+    """
 
     kind: ClassVar[str]
 
@@ -95,9 +99,6 @@ class ProviderSpec(_FactorySpec):
         factory: ``"module:attribute"`` of a callable that takes the config
             as keyword arguments and returns a provider: an object with
             `engine`, `disable_jit`, `interceptor()` and `apply(fn)`.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "provider"
@@ -113,9 +114,6 @@ class EngineSpec(_FactorySpec):
         factory: as of a `ProviderSpec`. It returns an object with `wrap(fn, interceptor)`.
         priority: `get_engine()` without a name returns the engine with the highest one. jaxtap's
             engines have 10 and 20. An engine with 0 is used only if it is asked for by name.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "engine"
@@ -151,9 +149,6 @@ class KernelSpec(Spec):
         bench: ``"module:attribute"`` of a function that gets this spec and
             returns a `Bench`: the calls that ``jaxtap bench`` times and
             ``jaxtap ops`` describes; or None.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -189,9 +184,6 @@ class BridgeSpec(_FactorySpec):
             that name, in that package or below.
         install: what to install for it, such as ``"provider-xla[nnx]"``, for
             messages; or empty.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "bridge"
@@ -223,9 +215,6 @@ class FormSpec(_NamedSpec):
         name: the kind that files have for it, the same as that of the class.
         summary: one line about it.
         form: ``"module:Class"``, a subclass of `quant_numerics.StoredForm`.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "stored form"
@@ -240,9 +229,6 @@ class FeatureSpec(_NamedSpec):
         name: what that method asks for, such as ``"plan-optimize"``.
         summary: one line about it.
         run: ``"module:attribute"`` of a function, which gets the object first.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "feature"
@@ -272,9 +258,6 @@ class CommandSpec(_NamedSpec):
         configure: ``"module:attribute"`` of a callable that gets the command's
             `argparse.ArgumentParser` and adds its options, or None. It is
             imported only for this command and its help.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "command"
@@ -291,9 +274,6 @@ class DoctorCheck(_NamedSpec):
         summary: one line: what is checked.
         run: ``"module:attribute"`` of a callable without arguments that
             returns an iterable of `CheckResult`. It may import JAX.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "check"

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 from ..plugins import host
-from ..plugins.discovery import discover
-from ..plugins.records import PluginRecord
+from ..plugins.records import PluginRecord, discover
 
 
 @contextlib.contextmanager

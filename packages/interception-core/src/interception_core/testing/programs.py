@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from .forms import BLOCKS, FORMS, NEEDS_FORWARD, NOT_FORWARD
-from .steps import STEPS
+from .forms import BLOCKS, FORMS, NEEDS_FORWARD, NOT_FORWARD, STEPS
 
 MAX_DEPTH = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,10 +13,10 @@ import jax
 
 from interception_core import Provider, ProviderPlan, StorablePlan, hides_frames
 
-from ..errors import QuantizationError, StoreError
+from ..errors import QuantizationError, StoreError, check_has
 from ..extras import bridge_of, feature
 from ..forms import restored
-from ..program.arrays import as_batch
+from ..program.arrays import as_batch, takes_any
 from ..providers.given import provider_of
 from ..run.static.statistics import read
 from ..store.manifest import is_ours
@@ -99,9 +100,12 @@ def quantize_model(
                 "there are none. Pass them after the provider, as the model takes them: "
                 "quantize_model(model, provider, x). Types are enough (jax.ShapeDtypeStruct)."
             )
-        options = {} if prepack else {"prepack": False}
+        # A plan without the option packs for no kernel, so that there is nothing to leave out.
+        packs = takes_any(plan.quantize, {"prepack"})
+        options = {} if prepack or not packs else {"prepack": False}
         is_abstract = _is_abstract(parameters)
-        quantize = plan.quantized_types if is_abstract else plan.quantize
+        types = functools.partial(jax.eval_shape, plan.quantize)
+        quantize = getattr(plan, "quantized_types", types) if is_abstract else plan.quantize
         stored = quantize(parameters, **options)
         if getattr(plan, "adapters", None):
             key = jax.random.key(0) if adapter_key is None else adapter_key
@@ -118,9 +122,9 @@ def quantize_model(
         statistics = _collected(bridge, model, provider, plan)
         if statistics is None:
             raise QuantizationError(
-                f"{len(ranges)} activations have a static range (act_static_scale=True), and "
-                "there are no statistics. Measure them: statistics = calibrate_model(model, "
-                "provider, batches), and pass statistics=statistics."
+                f"{len(ranges)} activations have a static range, and there are no statistics. "
+                "Measure them: statistics = calibrate_model(model, provider, batches), and pass "
+                "statistics=statistics."
             )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
     made = bridge.rebuild(model, stored, quantized)
@@ -185,6 +189,7 @@ def calibrate_model(
             "This model holds no parameters to calibrate with. Bind a Linen module first: "
             "calibrate_model(net.bind(variables), provider, batches)."
         )
+    check_has(plan, "calibrate", "calibrate_model")
     fn = bridge.function(model, next(iter(methods)))
     return plan.calibrate(bridge.parameters(model), batches, fn=fn)
 
@@ -257,7 +262,19 @@ def merge_model(model: Any) -> Any:
             f"This {type(model).__name__} {what}, so that there is nothing to merge. Pass what "
             "quantize_model returned."
         )
+    if _is_stored_by_another(quantized):
+        raise QuantizationError(
+            f"merge_model needs a plan of provider-xla, which knows what its parameters were, got "
+            f"a {type(quantized.plan).__name__}. Keep the float model."
+        )
     return bridge.restore(model, restored(parameters, "args[0]"))
+
+
+def _is_stored_by_another(quantized: Quantized | None) -> bool:
+    """Return whether another provider's plan stored a model's parameters, in forms of its own."""
+    if quantized is None or keeps_floats(quantized.provider):
+        return False
+    return quantized.plan is not None and not is_ours(quantized.plan)
 
 
 def planned(
@@ -297,10 +314,13 @@ def planned(
         if not callable(getattr(model, name, None)):
             raise QuantizationError(f"{type(model).__name__} has no method {name!r} to quantize.")
     parameters = bridge.parameters(model)
-    if holds_kept(parameters):
+    # Only forms of provider-xla can be told from floats, and merged.
+    of_another = _is_stored_by_another(bridge.quantized(model))
+    if of_another or holds_kept(parameters):
+        merged = "" if of_another else ", or what merge_model returns"
         raise QuantizationError(
             f"The parameters of this {type(model).__name__} are quantized already, or have "
-            "adapters. Quantize the float model, or what merge_model returns."
+            f"adapters. Quantize the float model{merged}."
         )
     if parameters is None and (args or kwargs):
         raise QuantizationError(

@@ -15,6 +15,8 @@ from typing import Any
 from interception_core import JaxtapError, Provider, UnknownNameError, find_bridge, get_provider
 from interception_core.cli import find_function, read_argument
 
+from ..errors import check_has
+
 __all__ = [
     "check_folders",
     "check_has",
@@ -260,15 +262,6 @@ def _line(error: Exception) -> str:
 
 def _tile(text: str) -> int | float:
     return float(text) if "." in text else int(text)
-
-
-def check_has(found: Any, name: str, what: str) -> None:
-    """Raise JaxtapError where a provider's plan or report lacks an optional method."""
-    if not hasattr(found, name):
-        raise JaxtapError(
-            f"{what} needs {name}(), got a {type(found).__name__} without. See "
-            "interception_core.ProviderPlan."
-        )
 
 
 def check_folders(*paths: Any) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, MoveError, Part, Shards, Shared
-from interception_core import get_op
+from interception_core import get_op, quick_init
 from quant_numerics import Convolution, RaggedMatmul
 
 from ..errors import QuantizationError
@@ -143,6 +143,7 @@ class Packing:
 
 
 @jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrepackedWeight(qn.StoredForm):
     """A quantized parameter in a kernel's memory order; a pytree of arrays.

@@ -245,6 +245,11 @@ def _quantized(x: Any, wanted: Any) -> Any:
             ". Give the parameters of the model that was quantized."
         )
     if not is_stored(wanted):
+        if not jax.tree_util.all_leaves([x]):
+            raise QuantizationError(
+                f"params must be a tree like the stored one, got a {type(x).__name__} where that "
+                f"has a {type(wanted).__name__}. Quantize it by its plan: plan.quantize(params)."
+            )
         return x
     if not qn.is_form(wanted) or wanted.values is not wanted:
         raise QuantizationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -173,7 +173,7 @@ class Sites:
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
             if decided is not None:
-                keys["origin_key"] = lambda path: (rules.origin_key(path), decided.key(path))
+                keys["origin_key"] = _origin_keys(rules, decided)
         self.interceptor = Interceptor(handlers, **keys)
 
     def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
@@ -448,6 +448,21 @@ class Sites:
         """Hold an operation against the plan that is applied."""
         if self._decided is not None:
             self._decided.check(call, paths, index, hows, why, is_linear)
+
+
+def _origin_keys(rules: Rules, decided: Decided) -> Callable[[str], Hashable]:
+    """Return a function from an input's path to a key: whether rules or the plan tell it apart.
+
+    Equal keys are one object. They are compared for each operation of each trace, and else that
+    would go through all fields of rules.
+    """
+    own: dict[Hashable, Hashable] = {}
+
+    def key(path: str) -> Hashable:
+        found = rules.origin_key(path), decided.key(path)
+        return own.setdefault(found, found)
+
+    return functools.lru_cache(maxsize=None)(key)
 
 
 def _pallas_primitives() -> tuple[str, str]:

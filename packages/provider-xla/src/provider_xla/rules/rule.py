@@ -182,8 +182,9 @@ class QuantizationRule:
             such as one in a branch that was never taken: ``"dynamic"`` measures its activation at
             each call, with a warning, and ``"error"`` raises one.
         weight_calibration_method: how the range of a parameter is found: ``"absmax"``,
-            ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; see
-            ``quant_numerics.calibrate``.
+            ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; or
+            ``"balanced"``, the range of ``"absmax"`` with values rounded so that the errors of each
+            channel sum to next to nothing. See ``quant_numerics.parse_calibration_method``.
         act_calibration_method: the same for activations. None is ``"absmax"``.
         act_batch_axes: axes of which the mean of the static ranges is taken, as of the examples
             that a program maps by ``vmap``; the maximum is taken over the others. ``()`` takes it
@@ -370,9 +371,11 @@ class QuantizationRule:
         if value is None and self.__dataclass_fields__[field].default is None:
             return
         try:
-            qn.parse_calibration_method(value)
+            method = qn.parse_calibration_method(value)
         except (TypeError, ValueError, AttributeError) as error:
             raise self._error(field, f"a calibration method. {error}") from error
+        if method.name == "balanced" and field != "weight_calibration_method":
+            raise self._error(field, "another method than 'balanced', which rounds parameters")
 
     def _check_tile(self, field: str) -> None:
         tile = getattr(self, field)

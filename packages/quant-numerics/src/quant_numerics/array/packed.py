@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hijax_trace import MoveError, Part
+from interception_core import quick_init
 from quant_numerics.array.qarray import (
     QArray,
     ScaledForm,
@@ -22,6 +23,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 
 
 @jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ScaledForm):
     """A QArray whose quantized values are stored as bit planes; a pytree.

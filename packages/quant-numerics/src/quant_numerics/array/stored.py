@@ -194,6 +194,10 @@ class StoredForm(ArrayProxy):
     ``contract`` and ``operand``, in this order, plans ``portable`` and ``with_values``, files
     ``to_parts``. The defaults are right for quantized values with scales, so a new form overrides
     only what differs. ``docs/forms.md`` has a whole one.
+
+    Of the arguments, ``contraction`` is what to compute, a ``Contraction``; ``side`` which of its
+    operands this is, 0 or 1; ``x`` the other one, and ``x_shape`` its shape, None if it is stored,
+    too; and ``extras`` are the contraction's other arrays, such as sizes of groups.
     """
 
     kind: ClassVar[str] = ""
@@ -249,18 +253,10 @@ class StoredForm(ArrayProxy):
         """
         return self
 
-    # How it is contracted. `contraction` is a ``Contraction``, which knows forms and so can't be
-    # named here: what to compute without its operands. `side` is which of these this is, and `x`
-    # the other one.
+    # How it is contracted. A ``Contraction`` knows forms, and so can't be imported here.
 
     def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
-        """Return whether it can be an operand without being restored.
-
-        Args:
-          contraction: what to compute.
-          side: which operand this is, 0 or 1.
-          x_shape: shape of the other operand; None if that is stored, too.
-        """
+        """Return whether it can be an operand without being restored."""
         return contraction.takes_scales(side, self.shape, self.scale_shape)
 
     def operand_of(
@@ -269,9 +265,6 @@ class StoredForm(ArrayProxy):
         """Return what an operation takes for it, and how that is still to be quantized.
 
         Args:
-          contraction: what to compute.
-          side: which operand this is, 0 or 1.
-          x_shape: shape of the other operand; None if that is stored, too.
           how: how the operation's rule quantizes this operand; None if it stays float.
 
         Returns:
@@ -294,12 +287,6 @@ class StoredForm(ArrayProxy):
         self, contraction: Any, side: int, x: Any, extras: Sequence[Any]
     ) -> tuple[Any, Any, jax.Array | None]:
         """Return the contraction as one of a simpler form, exactly and differentiably.
-
-        Args:
-          contraction: what to compute.
-          side: which operand this is, 0 or 1.
-          x: the other operand.
-          extras: the contraction's other arrays, such as sizes of groups.
 
         Returns:
           The operand and the other operand of a contraction that remains; and what its result
@@ -330,12 +317,8 @@ class StoredForm(ArrayProxy):
         """Return the contraction as a kernel of this form computes it.
 
         Args:
-          contraction: what to compute.
-          side: which operand this is, 0 or 1.
-          x: the other operand, a float array or stored.
           how: how `x` is quantized; None if it stays float.
           calibration: the static range of `x`; None to measure it.
-          extras: the contraction's other arrays.
           added: what is added to the result: its method ``to(y)`` returns the sum.
 
         Returns:

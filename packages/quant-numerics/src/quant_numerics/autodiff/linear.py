@@ -402,6 +402,19 @@ def straight_through(
     return apply
 
 
+def on_platforms(plain: Callable[..., Any], *operands: Any, **others: Callable[..., Any]) -> Any:
+    """Return ``plain(*operands)``, in programs for some platforms by another function.
+
+    The others have the same result and need no derivatives, as kernels have none: theirs are those
+    of `plain`.
+    """
+
+    def either(*operands: Any) -> Any:
+        return lax.platform_dependent(*operands, default=plain, **others)
+
+    return straight_through(either, plain)(*operands)
+
+
 def _signature(tree: Any) -> tuple[str, list[str]]:
     leaves, structure = jax.tree.flatten(tree)
     return str(structure), [f"{x.dtype.name}{list(x.shape)}" for x in map(jnp.asarray, leaves)]

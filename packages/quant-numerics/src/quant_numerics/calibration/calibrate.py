@@ -18,8 +18,8 @@ from quant_numerics.formats.encoding import decode, encode, power_of_two, to_flo
 from quant_numerics.formats.qtypes import QType, compute_dtype, float_dtype, get_qtype
 
 _METHODS = (
-    '"absmax[,factor]", "minmax[,factor]", "rms,factor", "fixed,bound", "fixed,min,max", '
-    '"percentile,p" with 50 < p <= 100, and "mse[,steps]"'
+    '"absmax[,factor]", "balanced", "minmax[,factor]", "rms,factor", "fixed,bound", '
+    '"fixed,min,max", "percentile,p" with 50 < p <= 100, and "mse[,steps]"'
 )
 
 
@@ -45,7 +45,7 @@ class CalibrationMethod:
     @property
     def clips(self) -> bool:
         """Return whether data can lie outside the range."""
-        if self.name in ("absmax", "minmax"):
+        if self.name in ("absmax", "balanced", "minmax"):
             return self.factor < 1
         return not (self.name == "percentile" and self.args[0] == 100)
 
@@ -63,6 +63,11 @@ def parse_calibration_method(text: str) -> CalibrationMethod:
       text: one of
 
         - "absmax[,factor]": the largest magnitude (times the factor).
+        - "balanced": the range of "absmax"; and of the values of a slice, those with the largest
+          rounding errors are rounded to their other side until the errors sum to at most half a
+          step (SQuant, Guo et al. 2022, arXiv:2202.07471, its step by channels). For integer
+          formats of weights whose inputs are alike, as those of a depthwise convolution, or have a
+          mean: each slice then makes no error of their common part.
         - "minmax[,factor]": from the least to the greatest value (times the factor), extended to
           contain 0. It has a zero point, so only integer formats take it.
         - "rms,factor": the root of the mean square, times the factor.
@@ -84,6 +89,9 @@ def parse_calibration_method(text: str) -> CalibrationMethod:
     if name in ("absmax", "minmax"):
         if len(args) > 1 or any(a <= 0 for a in args):
             raise _bad_method(text, "it takes at most one number, a factor above 0")
+    elif name == "balanced":
+        if args:
+            raise _bad_method(text, "it takes no number")
     elif name == "rms":
         if len(args) != 1 or args[0] <= 0:
             raise _bad_method(text, "it takes one number, a factor above 0")
@@ -304,6 +312,11 @@ def bounds(
             f"the calibration method must be symmetric for {kind.name!r}, as only integer qtypes "
             f"have zero points, got {method.name!r}. Use one such as 'absmax'."
         )
+    if method.name == "balanced" and kind.asymmetric is None:
+        raise ValueError(
+            f"the calibration method 'balanced' is for integer qtypes, whose steps are all alike, "
+            f"got {kind.name!r}. Use 'absmax'."
+        )
     # lax, not jnp, here: jnp's own jits would double the time to trace a quantized model.
     if method.name == "minmax":
         low = lax.expand_dims(lax.reduce_min(values, reduced), reduced)
@@ -311,7 +324,7 @@ def bounds(
         zero = lax.full_like(low, 0)
         return lax.min(low, zero) * method.factor, lax.max(high, zero) * method.factor
     absmax = lax.expand_dims(lax.reduce_max(lax.abs(values), reduced), reduced)
-    if method.name == "absmax":
+    if method.name in ("absmax", "balanced"):
         return None, absmax if method.factor == 1 else absmax * method.factor
     if method.name == "fixed":
         lower, upper = (lax.full_like(absmax, bound) for bound in method.args)

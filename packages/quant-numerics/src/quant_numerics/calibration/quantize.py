@@ -1,7 +1,7 @@
 """From float arrays to QArrays, and round trips with straight-through derivatives."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.qarray import QArray, dequantize, qarray
 from quant_numerics.array.tiles import (
-    canonical_axes,
+    Slices,
     check_block,
     dot_granularity,
     ragged_tiles,
@@ -48,7 +48,8 @@ def quantize(
     scale)``, so that an element's error is at most ``scale / 2`` (arXiv:2004.09602, sections 3.1
     and 3.2). Tiles are the block-wise scales of arXiv:2110.02861. Float formats round ``x / scale``
     to their nearest number, half to even; nf4 takes the nearest entry of its codebook. What is
-    outside the range saturates.
+    outside the range saturates. With the method "balanced" some values are rounded to their other
+    side, and an element's error is less than `scale`.
 
     Special values, per slice, for all methods but "fixed":
 
@@ -101,6 +102,8 @@ def quantize(
         scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
         noise = None if noise is None else cut.split(noise)
         qvalue = encode(values, whole_scale(scale, outer), kind, zero_point, noise)
+        if how.name == "balanced" and values.size:
+            qvalue = _balanced(values, scale, qvalue, cut)
         return QArray(
             cut.join(qvalue),
             scale.reshape(cut.scale_shape),
@@ -112,6 +115,52 @@ def quantize(
         )
 
     return sharded_like(quantized, x, x, None if rounding is None else rounding.noise(x.shape))
+
+
+_PLACE_BITS = 13
+_ERROR_BITS = 30 - _PLACE_BITS
+
+
+def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slices) -> jax.Array:
+    """Round the values of each slice so that their errors sum to at most half a step.
+
+    The number of values that are moved by a step is the nearest to the sum of errors. They are
+    those whose errors are largest, which then are less than a step; of equal ones the first. The
+    least of them is found by bisection over the bits of an integer, as a percentile is: that takes
+    a pass over the values for each bit, and sorting takes XLA longer.
+
+    Args:
+      values: split by ``cut.split``.
+      scale: of each slice.
+      qvalue: nearest values, of the shape of `values`.
+      cut: the slices.
+    """
+    reduced = cut.reduced
+    numbers = qvalue.astype(values.dtype)
+    error = numbers - values / scale.astype(values.dtype)
+    total = lax.expand_dims(lax.reduce_sum(error, reduced), reduced)
+    total = lax.select(lax.is_finite(total), total, lax.full_like(total, 0))
+    count = lax.round(total, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    side = lax.sign(count)
+    # Errors in the order of integers, all different within a slice of up to 2**13 values: those
+    # that come first are larger. Beyond, values with equal errors may be moved together.
+    place = jnp.zeros((1,) * values.ndim, jnp.int32)
+    for axis in reduced:
+        place = place * values.shape[axis] + lax.broadcasted_iota(
+            jnp.int32, [n if a == axis else 1 for a, n in enumerate(values.shape)], axis
+        )
+    most = 2**_PLACE_BITS - 1
+    wide = lax.clamp(0.0, error * side.astype(error.dtype), 0.5) * 2**_ERROR_BITS
+    key = (wide.astype(jnp.int32) << _PLACE_BITS) + (most - (place & most))
+
+    def step(i: jax.Array, least: jax.Array) -> jax.Array:
+        trial = least | (1 << (30 - i))
+        reached = (key >= trial).astype(jnp.int32)
+        found = lax.expand_dims(lax.reduce_sum(reached, reduced), reduced)
+        return jnp.where(found >= lax.abs(count), trial, least)
+
+    least = lax.fori_loop(0, 31, step, jnp.zeros_like(count))
+    return qvalue - jnp.where(key >= least, side, 0).astype(qvalue.dtype)
 
 
 def quantize_with(
@@ -210,72 +259,6 @@ def quantize_for_dot(
     )
 
 
-def quantize_for_conv(
-    x: ArrayLike,
-    qtype: str | DTypeLike,
-    side: Literal["lhs", "rhs"],
-    dimension_numbers_spec: lax.ConvDimensionNumbers | Sequence[int],
-    *,
-    method: str = "absmax",
-    rounding: StochasticRounding | None = None,
-    channelwise: bool = True,
-    scale_dtype: DTypeLike | None = None,
-    tile_size: int | float | None = None,
-) -> QArray:
-    """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
-
-    Args:
-      x: float array, the input (``side="lhs"``: one scale per batch element) or the kernel
-        (``side="rhs"``: one scale per output feature).
-      qtype: as in ``quantize``; one with blocks for the kernel of a float input only.
-      side: "lhs" or "rhs".
-      dimension_numbers_spec: what ``jax.lax.conv_dimension_numbers`` returns, or its `lhs_spec`
-        or `rhs_spec` alone (the batch or output feature axis first).
-      method: as in ``quantize``.
-      rounding: as in ``quantize``.
-      channelwise: False for one scale for the whole array.
-      scale_dtype: as in ``quantize``.
-      tile_size: as in ``quantize_for_dot``, along all other axes of a kernel, in their order; for
-        the kernel of a float input, or of a pointwise convolution, only.
-
-    Raises:
-      ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.
-      TypeError: a spec that does not hold axis numbers.
-    """
-    if side not in ("lhs", "rhs"):
-        raise ValueError(
-            f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}. Choose one of "
-            "them."
-        )
-    spec = dimension_numbers_spec
-    if isinstance(spec, lax.ConvDimensionNumbers):
-        spec = spec.lhs_spec if side == "lhs" else spec.rhs_spec
-    if isinstance(spec, str) or not all(hasattr(a, "__index__") for a in spec):
-        raise TypeError(
-            "dimension_numbers_spec must be a ConvDimensionNumbers or a sequence of axis "
-            f"numbers, got {spec!r}. Make one with jax.lax.conv_dimension_numbers(lhs.shape, "
-            "rhs.shape, dimension_numbers)."
-        )
-    tile = get_qtype(qtype).block if tile_size is None else tile_size
-    if side == "lhs" and tile is not None:
-        raise ValueError(
-            "the input of a convolution must have no blocks or tiles of elements that are summed, "
-            f"got {get_qtype(qtype).name!r} in tiles of {tile}. Choose a qtype without blocks."
-        )
-    x = jnp.asarray(x)
-    (channel,) = canonical_axes(x.shape, spec[:1])
-    return quantize_for_dot(
-        x,
-        [axis for axis in range(x.ndim) if axis != channel],
-        qtype,
-        tile_size,
-        method=method,
-        rounding=rounding,
-        channelwise=channelwise,
-        scale_dtype=scale_dtype,
-    )
-
-
 def fake_quant(
     x: ArrayLike,
     qtype: str | DTypeLike,
@@ -292,16 +275,7 @@ def fake_quant(
     section 3 of arXiv:1712.05877). It works in forward and reverse mode, in any order, under jit,
     vmap, scan and remat.
 
-    Args:
-      x: as in ``quantize``, like all arguments.
-      qtype: the same.
-      channel_axes: the same.
-      tile_axes: the same.
-      method: the same.
-      rounding: the same.
-
-    Returns:
-      Array of the shape and dtype of `x`.
+    Arguments are those of ``quantize``. The result has the shape and dtype of `x`.
 
     Raises:
       ValueError, TypeError: as ``quantize``.

@@ -9,14 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray
 from quant_numerics.array.tiles import dot_granularity
-from quant_numerics.contraction.base import Contraction, Side
+from quant_numerics.contraction.base import Contraction, Residual, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
-from quant_numerics.contraction.options import Backwards, Hows, HowToQuantize, float_operands
-from quant_numerics.contraction.training import Residual
+from quant_numerics.contraction.options import Backwards, Hows, HowToQuantize
 from quant_numerics.formats.qtypes import compute_dtype, get_qtype
 from quant_numerics.ops.conv import conv_general_dilated, is_pointwise, lhs_scale, rhs_scale
 
@@ -96,7 +94,11 @@ class Convolution(Contraction):
             if rhs_how is not None and rhs_how.tile_size is not None:
                 tiled |= not self.is_pointwise(operands[1].shape)
         if tiled:
-            raise _tiles_refused(hows, backward)
+            raise ValueError(
+                "the formats of a convolution must have no tiles or blocks, but for the kernel of "
+                "a float input, and tiles of a pointwise kernel, got "
+                f"{hows} and {backward}. Use a qtype without blocks and no tile sizes."
+            )
 
     def gradient(
         self, side: int, g: jax.Array, operands: Sequence[Residual], to: Cotangent, *extras: Any
@@ -241,63 +243,3 @@ def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Split what `_merged` merged."""
     inner = x.shape[axis] // max(size, 1)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size, inner, *x.shape[axis + 1 :]), axis, 0)
-
-
-def train_conv_general_dilated(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    **options: Any,
-) -> jax.Array:
-    """Quantize operands and convolve them, with derivatives: see ``Contraction.train``.
-
-    Operands are quantized as by ``quantize_for_conv``: per batch element of `lhs`, and per output
-    feature of `rhs`. Each gradient is one convolution of the quantized cotangent and the other
-    operand's quantized values.
-
-    Args:
-      lhs: input, a bfloat16, float16, float32 or float64 array.
-      rhs: kernel, the same.
-      window_strides: as in ``conv_general_dilated``, like all arguments that are not listed here.
-      padding: as there.
-      **options: ``lhs_how``, ``rhs_how`` and more, as in ``Contraction.train``.
-
-    Raises:
-      TypeError: an operand that is not a float array.
-      ValueError: as ``conv_general_dilated``; tiles, or a format with blocks; stochastic rounding
-        without a key.
-    """
-    operands = float_operands(lhs, rhs)
-    lhs_how = options.get("lhs_how")
-    if lhs_how is not None and lhs_how.tile_size is not None:
-        raise _tiles_refused((lhs_how, options.get("rhs_how")), options.get("backward"))
-    op = Convolution(
-        lax.conv_dimension_numbers(operands[0].shape, operands[1].shape, dimension_numbers),
-        window_strides,  # type: ignore[arg-type]
-        padding,  # type: ignore[arg-type]
-        lhs_dilation,  # type: ignore[arg-type]
-        rhs_dilation,  # type: ignore[arg-type]
-        feature_group_count,
-        batch_group_count,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
-    return op.train(*operands, **options)
-
-
-def _tiles_refused(hows: Any, backward: Any) -> ValueError:
-    return ValueError(
-        "the formats of a convolution must have no tiles or blocks, but for the kernel of a "
-        "float input, and tiles of a pointwise kernel, got "
-        f"{hows} and {backward}. Use a qtype without blocks and no tile sizes."
-    )

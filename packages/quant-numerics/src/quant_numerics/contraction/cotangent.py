@@ -20,7 +20,7 @@ from interception_core import explicit_mesh, get_op, select_kernel
 from interception_core.log import logger
 from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
 from quant_numerics.array.tiles import whole_tiles
-from quant_numerics.autodiff.linear import straight_through
+from quant_numerics.autodiff.linear import on_platforms
 from quant_numerics.calibration.calibrate import Calibration, parse_calibration_method, scale_of
 from quant_numerics.calibration.quantize import quantize, quantize_with
 from quant_numerics.contraction.options import Backward, HowToQuantize
@@ -83,11 +83,7 @@ def quantize_scaled(
         found = plain(x, factors, rounding)
         return found.qvalue, found.scale
 
-    def either(*operands: Any) -> tuple[jax.Array, jax.Array]:
-        return lax.platform_dependent(*operands, cpu=in_kernel, default=in_xla)
-
-    # Kernels have no derivatives, and the scale has one.
-    qvalue, scale = straight_through(either, in_xla)(x, factors, rounding)
+    qvalue, scale = on_platforms(in_xla, x, factors, rounding, cpu=in_kernel)
     dtype = x.dtype if factors is None else compute_dtype(x.dtype)
     return QArray(qvalue, scale, qtype=kind.name, dtype=dtype)
 

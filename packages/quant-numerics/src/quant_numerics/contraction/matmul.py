@@ -8,16 +8,13 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
 from opt_einsum import get_symbol
 
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.array.tiles import placed
-from quant_numerics.contraction.base import Contraction, Side
+from quant_numerics.contraction.base import Contraction, Residual, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import float_operands
-from quant_numerics.contraction.training import Residual
 from quant_numerics.ops.arithmetic import output_dtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
 from quant_numerics.ops.einsum import (
@@ -75,9 +72,31 @@ class Matmul(Contraction):
         return dot_general(lhs, rhs, self.dims, **self._options)
 
     def train(self, lhs: Any, rhs: Any, *extras: Any, **options: Any) -> jax.Array:
-        if self.spec is not None:
-            return train_einsum(self.spec, lhs, rhs, **self._options, **options)
-        return super().train(lhs, rhs, **options)
+        if self.spec is None:
+            return super().train(lhs, rhs, **options)
+        # An einsum is one matmul and a transpose. What one operand alone sums, and the diagonal of
+        # a label that it has twice, is taken before it is quantized.
+        operands = float_operands(lhs, rhs)
+        terms, out = parse(self.spec, [x.ndim for x in operands])
+        check_sizes(self.spec, operands, terms)
+        left, right = map(diagonals, operands, terms)
+        *pair, dims, order = as_dot(left, right, out)
+        for name, given, taken in zip(("lhs", "rhs"), operands, pair, strict=True):
+            if options.get(f"{name}_calibration") is not None and given.ndim != taken.ndim:
+                raise ValueError(
+                    f"axes of {name} must be contracted or kept where {name}_calibration is given, "
+                    f"got einsum {self.spec!r}. Sum them before, and measure the range of that."
+                )
+            if given.ndim != taken.ndim:  # the quantized values are of what is not contracted
+                options[f"{name}_quantized"] = None
+        op = Matmul(
+            dims,
+            precision=self.precision,
+            preferred_element_type=output_dtype(*operands, self.preferred_element_type),
+            out_sharding=before_transpose(self.out_sharding, order),
+        )
+        result = op.train(*pair, **options)
+        return result if order == sorted(order) else result.transpose(order)
 
     def gradient(
         self, side: int, g: jax.Array, operands: Sequence[Residual], to: Cotangent, *extras: Any
@@ -110,7 +129,6 @@ class Matmul(Contraction):
             ((sides[0][1], sides[1][1]), (sides[0][2], sides[1][2])),
             precision=self.precision,
             preferred_element_type=x.value.dtype,
-            out_sharding=_explicit_sharding(x.value, axes),
         )
         if axes == tuple(range(len(axes))):
             return result
@@ -148,116 +166,3 @@ class Matmul(Contraction):
         if lhs and rhs:
             lb, rb, out_axis = (0, *lb), (0, *rb), 0
         return dataclasses.replace(self, dims=((lc, rc), (lb, rb))), out_axis
-
-
-def _explicit_sharding(x: jax.Array, axes: Sequence[int]) -> PartitionSpec | None:
-    """Return the explicit sharding of a gradient with transposed axes."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return PartitionSpec(*(sharding.spec[a] for a in axes)) if explicit else None
-
-
-def train_dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    dimension_numbers: DotDimensionNumbers,
-    *,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    **options: Any,
-) -> jax.Array:
-    """Quantize operands and contract them, with derivatives: see ``Contraction.train``.
-
-    The value is ``dot_general(quantize_for_dot(lhs, ...), quantize_for_dot(rhs, ...))``.
-
-    Args:
-      lhs: bfloat16, float16, float32 or float64 array.
-      rhs: the same.
-      dimension_numbers: as in ``lax.dot_general``.
-      precision: for contractions of float arrays.
-      preferred_element_type: dtype of the result, as in ``dot_general``.
-      out_sharding: sharding of the result, as in ``dot_general``.
-      **options: ``lhs_how``, ``rhs_how`` and more, as in ``Contraction.train``.
-
-    Returns:
-      Array as ``dot_general`` returns it. Gradients have the operands' dtypes.
-
-    Raises:
-      TypeError: an operand that is not a float array.
-      ValueError: as ``dot_general`` and ``Contraction.train``.
-    """
-    operands = float_operands(lhs, rhs)
-    op = Matmul(
-        _canonical(dimension_numbers, operands),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
-    return op.train(*operands, **options)
-
-
-def _canonical(dims: DotDimensionNumbers, operands: Sequence[jax.Array]) -> DotDimensionNumbers:
-    (lc, rc), (lb, rb) = dims
-    left, right = operands
-
-    def axes(given: Sequence[int], x: jax.Array) -> tuple[int, ...]:
-        return tuple(int(a) % x.ndim if -x.ndim <= a < x.ndim else int(a) for a in given)
-
-    return (axes(lc, left), axes(rc, right)), (axes(lb, left), axes(rb, right))
-
-
-def train_einsum(
-    spec: str,
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    *,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    **options: Any,
-) -> jax.Array:
-    """Quantize two operands and compute their einsum, with derivatives.
-
-    It is one ``train_dot_general``, which has the same derivatives, and a transpose. A label that
-    only one operand has, and the output doesn't, is summed before quantizing. If one operand has a
-    label twice, its diagonal is taken before quantizing.
-
-    Args:
-      spec: subscripts of two operands, e.g. ``"btd,df->btf"``.
-      lhs: bfloat16, float16, float32 or float64 array.
-      rhs: the same.
-      precision: as in ``train_dot_general``, like the arguments after it.
-      preferred_element_type: as there.
-      out_sharding: as there.
-      **options: as there.
-
-    Raises:
-      ValueError: a malformed spec, or one of another number of operands; as
-        ``train_dot_general``; a calibration for an operand that is summed or of which the diagonal
-        is taken.
-      TypeError: an operand that is not a float array.
-    """
-    operands = float_operands(lhs, rhs)
-    terms, out = parse(spec, [x.ndim for x in operands])
-    check_sizes(spec, operands, terms)
-    left, right = map(diagonals, operands, terms)
-    *pair, dims, order = as_dot(left, right, out)
-    for name, given, taken in zip(("lhs", "rhs"), operands, pair, strict=True):
-        if options.get(f"{name}_calibration") is not None and given.ndim != taken.ndim:
-            raise ValueError(
-                f"axes of {name} must be contracted or kept where {name}_calibration is given, got "
-                f"einsum {spec!r}. Sum them before, and measure the range of that."
-            )
-        if given.ndim != taken.ndim:  # the quantized values are of what is not contracted
-            options[f"{name}_quantized"] = None
-    op = Matmul(
-        dims,
-        precision=precision,
-        preferred_element_type=output_dtype(*operands, preferred_element_type),
-        out_sharding=before_transpose(out_sharding, order),
-    )
-    result = op.train(*pair, **options)
-    return result if order == sorted(order) else result.transpose(order)

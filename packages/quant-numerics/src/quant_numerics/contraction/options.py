@@ -125,8 +125,8 @@ def float_operands(lhs: Any, rhs: Any) -> tuple[jax.Array, jax.Array]:
         if isinstance(x, QArray):
             raise TypeError(
                 f"{name} of a training op must be a float array, which is quantized in each step, "
-                f"got a QArray of {x.qtype}. Give the float parameter and {name}_how, or use the "
-                "op without train_ where it is not trained."
+                f"got a QArray of {x.qtype}. Give the float parameter and {name}_how, or call run "
+                "where it is not trained."
             )
         x = jnp.asarray(x)
         float_dtype(x.dtype, f"{name} of a training op")

@@ -9,13 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import effective_scale
-from quant_numerics.contraction.base import Contraction, Side
+from quant_numerics.contraction.base import Contraction, Residual, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import Backwards, Hows, float_operands
-from quant_numerics.contraction.training import Residual
 from quant_numerics.formats.qtypes import compute_dtype
 from quant_numerics.ops.dot import DotDimensionNumbers
 from quant_numerics.ops.ragged_dot import (
@@ -43,6 +41,10 @@ _RHS_GRADIENT = lax.RaggedDotDimensionNumbers(
 @dataclasses.dataclass(frozen=True)
 class RaggedMatmul(Contraction):
     """``ragged_dot_general``; its other array holds the sizes of groups.
+
+    ``train`` also takes the number of the group that ``rhs[0]`` belongs to, as ``ragged_dot`` does
+    by ``group_offset``. The gradient of `rhs` sums over the rows of each group, which can have no
+    tiles: a tile size, or a format with blocks, is for the gradient of `lhs` alone.
 
     Attributes:
       numbers: the dimension numbers; those of ``ragged_dot`` by default, which alone train.
@@ -85,6 +87,20 @@ class RaggedMatmul(Contraction):
                 "backward a pair with another one for rhs."
             )
 
+    def train(self, lhs: Any, rhs: Any, *extras: Any, **options: Any) -> jax.Array:
+        sizes, *offset = map(jnp.asarray, extras)
+        if not offset:
+            return super().train(lhs, rhs, sizes, **options)
+        left, right = float_operands(lhs, rhs)
+        start, sizes = window(sizes, offset[0], right.shape[0])
+
+        def first(x: jax.Array) -> jax.Array:
+            # The rows before the first group go behind all others.
+            return jnp.roll(x, -start, 0) if x.ndim and x.shape[0] > 1 else x
+
+        options["lhs_calibration"] = jax.tree.map(first, options.get("lhs_calibration"))
+        return jnp.roll(super().train(first(left), right, sizes, **options), start, 0)
+
     def gradient(
         self, side: int, g: jax.Array, operands: Sequence[Residual], to: Cotangent, *extras: Any
     ) -> jax.Array:
@@ -122,50 +138,3 @@ class RaggedMatmul(Contraction):
             precision=self.precision,
             preferred_element_type=x.value.dtype,
         )
-
-
-def train_ragged_dot(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    group_sizes: ArrayLike,
-    *,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    group_offset: Any = None,
-    **options: Any,
-) -> jax.Array:
-    """Quantize ragged operands and contract them, with derivatives: see ``Contraction.train``.
-
-    Operands are quantized as by ``quantize_for_dot``: per row of `lhs`, and per group and column
-    of `rhs`. The gradient of `rhs` sums over the rows of each group, which can have no tiles: a
-    tile size, or a format with blocks, is for the gradient of `lhs` alone.
-
-    Args:
-      lhs: float array of shape (m, k).
-      rhs: float array of shape (g, k, n).
-      group_sizes: as in ``ragged_dot``.
-      precision: for contractions of float arrays.
-      preferred_element_type: dtype of the result.
-      group_offset: as in ``ragged_dot``.
-      **options: ``lhs_how``, ``rhs_how`` and more, as in ``Contraction.train``.
-
-    Returns:
-      Array of shape (m, n).
-
-    Raises:
-      TypeError: an operand that is not a float array.
-      ValueError: tiles for the gradient of `rhs`; as ``ragged_dot``.
-    """
-    op = RaggedMatmul(precision=precision, preferred_element_type=preferred_element_type)
-    left, right = float_operands(lhs, rhs)
-    sizes = jnp.asarray(group_sizes)
-    if group_offset is None:
-        return op.train(left, right, sizes, **options)
-    start, sizes = window(sizes, group_offset, right.shape[0])
-
-    def first(x: jax.Array) -> jax.Array:
-        # The rows before the first group go behind all others.
-        return jnp.roll(x, -start, 0) if x.ndim and x.shape[0] > 1 else x
-
-    options["lhs_calibration"] = jax.tree.map(first, options.get("lhs_calibration"))
-    return jnp.roll(op.train(first(left), right, sizes, **options), start, 0)

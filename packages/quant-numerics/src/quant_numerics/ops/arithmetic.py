@@ -118,6 +118,29 @@ def output_dtype(lhs: QArray | jax.Array, rhs: QArray | jax.Array, preferred: An
     return promote_floats(lhs.dtype, rhs.dtype)
 
 
+def prepared(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any, preferred: Any
+) -> tuple[np.dtype, Arithmetic, jax.Array, jax.Array]:
+    """Return the result's dtype, how to multiply, and the numbers of both sides.
+
+    These are less their zero points, for ops that can't subtract them after the sum, as a dot does:
+    padding has none, and rows of no group have none.
+    """
+    dtype = output_dtype(lhs, rhs, preferred)
+    sides = lhs, rhs
+    if any(isinstance(x, QArray) for x in sides):
+        how = arithmetic(lhs, rhs, precision)
+        if any(isinstance(x, QArray) and has_zero_point_left(x, how.dtype) for x in sides):
+            how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
+    else:
+        # lax refuses to accumulate in less than the operands' precision.
+        common = promote_floats(lhs.dtype, rhs.dtype)
+        how = Arithmetic(common, promote_floats(common, dtype), precision)
+    left, right = (numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype)
+                   for x in sides)  # fmt: skip
+    return dtype, how, left, right
+
+
 @dataclasses.dataclass(frozen=True)
 class Side:
     """An operand with its tiled contracting axes split.

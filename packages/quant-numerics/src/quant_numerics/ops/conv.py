@@ -14,23 +14,15 @@ from jax.typing import DTypeLike
 
 from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize, effective_scale
-from quant_numerics.formats.qtypes import promote_floats
 from quant_numerics.ops.arithmetic import (
     INT32_MAX,
-    Arithmetic,
-    arithmetic,
-    has_zero_point_left,
     largest_number,
-    numbers,
-    output_dtype,
+    prepared,
 )
 from quant_numerics.ops.cpu_conv import (
     FLOAT32_EXACT,
     int_conv,
-    is_of_few_places,
-    is_of_small_groups,
-    shifted_products,
-    sums_of_places,
+    products_of_small_groups,
 )
 from quant_numerics.ops.dot import dot_general
 
@@ -195,8 +187,7 @@ def _conv(
     feature_group_count, batch_group_count = groups
     if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
         rhs = dequantize(rhs) if _is_tiled(rhs, dn) else rhs
-    dtype = output_dtype(lhs, rhs, preferred_element_type)
-    how, values_l, values_r = _values(lhs, rhs, precision, dtype)
+    dtype, how, values_l, values_r = prepared(lhs, rhs, precision, preferred_element_type)
     run = functools.partial(plain, out_sharding=out_sharding)
 
     def conv(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -212,13 +203,13 @@ def _conv(
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     is_plain = out_sharding is None and quantized
     products = None
-    if is_plain and is_of_small_groups(values_l.shape, values_r.shape, **given):
-        jax.eval_shape(conv, values_l, values_r)  # wrong arguments get lax's own error
-        products = shifted_products
-    elif is_plain and batch_group_count > 1 and window * features <= (how.limit or math.inf):
-        result = jax.eval_shape(conv, values_l, values_r)
-        if is_of_few_places(values_l.shape, values_r.shape, result.shape, **given):
-            products = sums_of_places
+    in_groups = feature_group_count > 1 or (
+        batch_group_count > 1 and window * features <= (how.limit or math.inf)
+    )
+    if is_plain and in_groups:
+        result = jax.eval_shape(conv, values_l, values_r)  # wrong arguments get lax's own error
+        shapes = values_l.shape, values_r.shape, result.shape
+        products = products_of_small_groups(*shapes, **given)
     if products is not None:
         largest = 0 if how.limit is None else INT32_MAX // how.limit
         # Sums of integers that float32 holds are taken in it: it is faster, with the same result.
@@ -264,28 +255,6 @@ def _conv(
     return acc.astype(dtype)
 
 
-def _values(
-    lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any, dtype: np.dtype
-) -> tuple[Arithmetic, jax.Array, jax.Array]:
-    """Return how to convolve, and the numbers of both sides."""
-    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
-        how = arithmetic(lhs, rhs, precision)
-        # Zero points can't be corrected after the sum, as in a contraction: padding has none.
-        wide = [
-            x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
-        ]
-        if wide:
-            how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
-    else:
-        # lax refuses to accumulate in less than the operands' precision.
-        common = promote_floats(lhs.dtype, rhs.dtype)
-        how = Arithmetic(common, promote_floats(common, dtype), precision)
-    left, right = (
-        numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype) for x in (lhs, rhs)
-    )
-    return how, left, right
-
-
 def _too_long(
     lhs: QArray | jax.Array, rhs: QArray | jax.Array, terms: int, limit: int
 ) -> ValueError:
@@ -308,7 +277,7 @@ def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
         raise ValueError(
             f"the {side} of a convolution must have one scale (shape {whole}) or one per {channel} "
             f"(shape {tuple(expected)}), got scale of shape {q.scale.shape} for values of shape "
-            f"{q.shape}. Quantize it with quantize_for_conv(x, qtype, {side!r}, ...)."
+            f"{q.shape}. Quantize it with quantize(x, qtype, channel_axes=({axis},))."
         )
     return effective_scale(q).reshape(-1)
 

@@ -72,29 +72,7 @@ _MOST_OUTPUTS = 8
 """Output features of a group up to which it was."""
 
 
-def is_of_small_groups(
-    lhs_shape: Sequence[Any],
-    kernel_shape: Sequence[int],
-    *,
-    dimension_numbers: lax.ConvDimensionNumbers,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    **_: Any,
-) -> bool:
-    """Return whether a convolution is to be computed as shifted products on CPU."""
-    numbers = dimension_numbers
-    if feature_group_count == 1 or batch_group_count > 1:
-        return False
-    if not all(isinstance(lhs_shape[axis], int) for axis in numbers.lhs_spec[1:]):
-        return False  # a window's places are not known where an image has a symbolic size
-    features = kernel_shape[numbers.rhs_spec[1]]
-    outputs = kernel_shape[numbers.rhs_spec[0]] // feature_group_count
-    products = features * math.prod(kernel_shape[axis] for axis in numbers.rhs_spec[2:])
-    is_small = features <= _MOST_FEATURES and outputs <= _MOST_OUTPUTS
-    return is_small and 1 < products <= _MOST_PRODUCTS
-
-
-def is_of_few_places(
+def products_of_small_groups(
     lhs_shape: Sequence[Any],
     kernel_shape: Sequence[Any],
     result_shape: Sequence[int],
@@ -103,18 +81,25 @@ def is_of_few_places(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     **_: Any,
-) -> bool:
-    """Return whether it is the kernel's gradient of a convolution of small groups."""
+) -> Callable[..., jax.Array] | None:
+    """Return what computes a convolution of small groups on CPU; None where XLA is to."""
     numbers = dimension_numbers
-    if batch_group_count == 1 or feature_group_count > 1:
-        return False
-    if not all(isinstance(size, int) for size in (*lhs_shape, *kernel_shape)):
-        return False
-    features = lhs_shape[numbers.lhs_spec[0]] // batch_group_count
-    outputs = kernel_shape[numbers.rhs_spec[0]] // batch_group_count
-    products = features * math.prod(result_shape[axis] for axis in numbers.out_spec[2:])
+    if (feature_group_count > 1) == (batch_group_count > 1):
+        return None
+    if batch_group_count > 1:  # the gradient of a kernel: a sum for each of a few places
+        features = lhs_shape[numbers.lhs_spec[0]] // batch_group_count
+        window = [result_shape[axis] for axis in numbers.out_spec[2:]]
+        known, run = (*lhs_shape, *kernel_shape), sums_of_places
+    else:
+        features = kernel_shape[numbers.rhs_spec[1]]
+        window = [kernel_shape[axis] for axis in numbers.rhs_spec[2:]]
+        # A window's places are not known where an image has a symbolic size.
+        known, run = [lhs_shape[axis] for axis in numbers.lhs_spec[1:]], shifted_products
+    if not all(isinstance(size, int) for size in known):
+        return None
+    outputs = kernel_shape[numbers.rhs_spec[0]] // (feature_group_count * batch_group_count)
     is_small = features <= _MOST_FEATURES and outputs <= _MOST_OUTPUTS
-    return is_small and 1 < products <= _MOST_PRODUCTS
+    return run if is_small and 1 < features * math.prod(window) <= _MOST_PRODUCTS else None
 
 
 def shifted_products(

@@ -17,7 +17,7 @@ from jax import lax
 
 from interception_core import explicit_mesh, get_op, select_kernel
 from interception_core.log import logger
-from quant_numerics.autodiff.linear import straight_through
+from quant_numerics.autodiff.linear import on_platforms
 from quant_numerics.ops.arithmetic import Side
 
 GEMV_ROWS = 4
@@ -196,12 +196,7 @@ def dot_in_kernel(
     def in_xla(*operands: Any) -> jax.Array:
         return plain(*of(*operands))
 
-    def either(*operands: Any) -> jax.Array:
-        return lax.platform_dependent(*operands, cpu=in_kernel, default=in_xla)
-
-    # Kernels have no derivatives, and scales have some.
-    operands = (lhs.values, rhs.values, lhs.scale, rhs.scale)
-    return straight_through(either, in_xla)(*operands)
+    return on_platforms(in_xla, lhs.values, rhs.values, lhs.scale, rhs.scale, cpu=in_kernel)
 
 
 def _ends_with_sum(side: Side) -> bool | None:

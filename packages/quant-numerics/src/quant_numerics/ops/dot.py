@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from quant_numerics._compat import primitive
 from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize, qtype_of
+from quant_numerics.autodiff.linear import on_platforms
 from quant_numerics.formats.qtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import (
     Arithmetic,
@@ -59,25 +60,7 @@ def block_dot(
         left, right = jax.tree.unflatten(tree, leaves)
         return _native(left, right, dimension_numbers)
 
-    @jax.custom_jvp
-    def run(*leaves: jax.Array) -> jax.Array:
-        return lax.platform_dependent(*leaves, default=other, **dict.fromkeys(_PLATFORMS, native))
-
-    def tangent(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
-
-        def of_active(*active: Any) -> jax.Array:
-            left = iter(active)
-            return other(
-                *(x if zero else next(left) for x, zero in zip(primals, is_zero, strict=True))
-            )
-
-        active = [x for x, zero in zip(primals, is_zero, strict=True) if not zero]
-        dots = [t for t, zero in zip(tangents, is_zero, strict=True) if not zero]
-        return run(*primals), jax.jvp(of_active, active, dots)[1]
-
-    run.defjvp(tangent, symbolic_zeros=True)
-    return run(*leaves)
+    return on_platforms(other, *leaves, **dict.fromkeys(_PLATFORMS, native))
 
 
 def is_block_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> bool:

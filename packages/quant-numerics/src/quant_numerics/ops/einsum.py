@@ -1,4 +1,4 @@
-"""Einsum of any number of operands, dot and matmul as jax.numpy's, on top of dot_general."""
+"""Einsum of any number of operands, on top of dot_general."""
 
 import functools
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from opt_einsum import parser
 from quant_numerics.array import moves
 from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize
 from quant_numerics.formats.qtypes import float_dtype, promote_floats
-from quant_numerics.ops.arithmetic import output_dtype
 from quant_numerics.ops.dot import dot_general
 
 AxisPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -235,36 +234,22 @@ def einsum(
             final = last and i == len(others) - 1
             kept = out if final else kept
             sharding = out_sharding if final else None
-            x = _two(x, labels, right, in_r, kept, dtype, precision, sharding)
+            left, right, dims, order = as_dot((x, labels), (right, in_r), kept)
+            x = dot_general(
+                left,
+                right,
+                dims,
+                precision=precision,
+                preferred_element_type=dtype,
+                out_sharding=before_transpose(sharding, order),
+            )
+            x = x if order == sorted(order) else x.transpose(order)
             labels = kept
         arrays.append(x)
         terms.append(labels)
     (result,) = arrays
     assert not isinstance(result, QArray)
     return result
-
-
-def _two(
-    left: QArray | jax.Array,
-    in_l: str,
-    right: QArray | jax.Array,
-    in_r: str,
-    out: str,
-    dtype: np.dtype,
-    precision: Any,
-    out_sharding: Any,
-) -> jax.Array:
-    """Compute an einsum of two operands without repeated labels."""
-    left, right, dims, order = as_dot((left, in_l), (right, in_r), out)
-    result = dot_general(
-        left,
-        right,
-        dims,
-        precision=precision,
-        preferred_element_type=dtype,
-        out_sharding=before_transpose(out_sharding, order),
-    )
-    return result if order == sorted(order) else result.transpose(order)
 
 
 def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax.Array:
@@ -321,76 +306,3 @@ def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> Dimensi
             "unquantized: einsum takes the diagonal in float."
         )
     return dimension_numbers(terms[0], terms[1], out)
-
-
-def dot(
-    a: Operand,
-    b: Operand,
-    *,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-) -> jax.Array:
-    """Multiply like ``jax.numpy.dot``; either side may be a QArray.
-
-    Contracts the last axis of `a` with the last but one (or only) axis of `b`; where either has no
-    axes, it multiplies (and a QArray is dequantized). See ``dot_general`` for all arguments.
-
-    Raises:
-      TypeError: sizes that differ, or a side that is neither a QArray nor a supported float array.
-    """
-    a, b = as_operand(a, "lhs"), as_operand(b, "rhs")
-    if a.ndim == 0 or b.ndim == 0:
-        dtype = output_dtype(a, b, preferred_element_type)
-        a, b = ((dequantize(x) if isinstance(x, QArray) else x).astype(dtype) for x in (a, b))
-        return a * b
-    dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-    return dot_general(
-        a,
-        b,
-        dims,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
-
-
-def matmul(
-    a: Operand,
-    b: Operand,
-    *,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-) -> jax.Array:
-    """Multiply like ``jax.numpy.matmul``; either side may be a QArray.
-
-    The last two axes are matrices (one axis: a vector), those before broadcast. See
-    ``dot_general`` for all arguments.
-
-    Raises:
-      ValueError: a side without axes, or sizes that differ.
-      TypeError: a side that is neither a QArray nor a supported float array.
-    """
-    a, b = as_operand(a, "lhs"), as_operand(b, "rhs")
-    if a.ndim == 0 or b.ndim == 0:
-        raise ValueError(
-            "the operands of matmul must have at least one axis, got shapes "
-            f"{a.shape} and {b.shape}. Multiply by a scalar with *."
-        )
-    if a.shape[-1] != b.shape[max(b.ndim - 2, 0) - b.ndim]:
-        raise ValueError(
-            "the last axis of the lhs and the last but one, or only, axis of the rhs of matmul "
-            f"must have equal sizes, got shapes {a.shape} and {b.shape}. Transpose one of them."
-        )
-    left, right = "j" if a.ndim == 1 else "...ij", "j" if b.ndim == 1 else "...jk"
-    out = "..." + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
-    out = out if max(a.ndim, b.ndim) > 1 else ""
-    return einsum(
-        f"{left},{right}->{out}",
-        a,
-        b,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,51 +16,25 @@ from jax.typing import ArrayLike, DTypeLike
 from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize, effective_scale
 from quant_numerics.array.tiles import placed
-from quant_numerics.formats.qtypes import compute_dtype, promote_floats
-from quant_numerics.ops.arithmetic import (
-    Arithmetic,
-    arithmetic,
-    contracted_tiles,
-    has_zero_point_left,
-    numbers,
-    output_dtype,
-)
+from quant_numerics.formats.qtypes import compute_dtype
+from quant_numerics.ops.arithmetic import Arithmetic, contracted_tiles, prepared
 from quant_numerics.ops.take import take
 
 MOST_PIECES = 32
 """More tiles than this are not multiplied one by one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a contraction: elements of an axis, with their scale.
-
-    Attributes:
-      axes: that axis of the lhs and of the rhs.
-      start: its first element.
-      limit: the element after its last one.
-      tile: the index of its scale along the axis.
-      whole: whether it is the whole contraction; then the rest is not used.
-    """
+class Piece(NamedTuple):
+    """Elements of a contracted axis, from `start` to before `limit`, with the scale of one tile."""
 
     axes: tuple[int, int]
     start: int
     limit: int
     tile: int
-    whole: bool
 
     def of(self, x: jax.Array, side: int) -> jax.Array:
         """Return the part of an operand's elements."""
-        if self.whole:
-            return x
         return lax.slice_in_dim(x, self.start, self.limit, axis=self.axes[side])
-
-    def of_scale(self, scale: jax.Array, side: int) -> jax.Array:
-        """Return the part of an operand's scales."""
-        axis = self.axes[side]
-        if self.whole or scale.shape[axis] == 1:
-            return scale
-        return lax.slice_in_dim(scale, self.tile, self.tile + 1, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +76,8 @@ class Layout:
 
     def pieces(
         self, lhs: QArray | jax.Array, rhs: QArray | jax.Array, how: Arithmetic
-    ) -> Sequence[Piece]:
-        """Return the parts of a contraction, by tiles or against overflow."""
+    ) -> Sequence[Piece | None]:
+        """Return the parts of a contraction, by tiles or against overflow; None is the whole."""
         tiles = contracted_tiles(lhs, rhs, *self.contract)
         if len(tiles) > 1 or any(a == self.ragged for a, _ in tiles):
             raise ValueError(
@@ -112,35 +86,42 @@ class Layout:
             )
         size = math.prod(lhs.shape[a] for a in self.contract[0])
         axes = (self.contract[0][0], self.contract[1][0])
-        whole = Piece(axes, 0, 0, 0, True)
         if not tiles:
             if how.limit is None or size <= how.limit:
-                return [whole]
+                return [None]
             length = lhs.shape[axes[0]]
             step = max(how.limit // (size // length), 1)
             if axes[0] == self.ragged:
                 # It can't be cut: so many pieces mean that both sides are dequantized.
-                return [whole] * (MOST_PIECES + 1)
-            return [Piece(axes, i, min(i + step, length), 0, False) for i in range(0, length, step)]
+                return [None] * (MOST_PIECES + 1)
+            return [Piece(axes, i, min(i + step, length), 0) for i in range(0, length, step)]
         ((axes, tile),) = tiles.items()
         length = lhs.shape[axes[0]]
         cuts = 1 if how.limit is None else -(-size // length * tile // how.limit)
         step = -(-tile // cuts)
         return [
-            Piece(axes, start, min(start + step, end, length), i, False)
+            Piece(axes, start, min(start + step, end, length), i)
             for i, end in enumerate(range(tile, length + tile, tile))
             for start in range(end - tile, min(end, length), step)
         ]
 
-    def scale(self, q: QArray, side: int) -> jax.Array:
-        """Return the scales of a side, one per index of kept axes."""
-        kept = [axis for axis in range(q.ndim) if axis not in self.contract[side]]
-        return q.slices.repeated(effective_scale(q), kept)
+    def scale(
+        self, q: QArray, side: int, piece: Piece | None, rows: jax.Array | None, like: jax.Array
+    ) -> jax.Array:
+        """Return the scales of a piece with the axes of the output.
 
-    def in_output(self, scale: jax.Array, side: int, ndim: int) -> jax.Array:
-        """Return the scale with the axes of the output."""
+        With `rows`, the group of each, those of groups are repeated for their rows.
+        """
+        kept = [axis for axis in range(q.ndim) if axis not in self.contract[side]]
+        scale = q.slices.repeated(effective_scale(q), kept)
+        if piece is not None and scale.shape[axis := piece.axes[side]] != 1:
+            scale = lax.slice_in_dim(scale, piece.tile, piece.tile + 1, axis=axis)
+        scale = scale.astype(like.dtype)
+        if side and rows is not None and self.group is not None:
+            at = (slice(None),) * self.group + (rows,)
+            scale = scale.at[at].get(mode="promise_in_bounds")
         # A group axis that was not expanded has size 1, and the ragged one is the other side's.
-        return placed(scale, self.outputs[side], ndim)
+        return placed(scale, self.outputs[side], like.ndim)
 
 
 RAGGED_DOT = lax.RaggedDotDimensionNumbers(
@@ -283,15 +264,16 @@ def _ragged_dot(
     group_sizes: jax.Array,
     out_sharding: None = None,
 ) -> jax.Array:
-    dtype = output_dtype(lhs, rhs, preferred_element_type)
+    dims = ragged_dot_dimension_numbers
+    dtype, how, left, right = prepared(lhs, rhs, precision, preferred_element_type)
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        options = {"precision": how.precision, "preferred_element_type": how.sums}
+        return lax.ragged_dot_general(left, right, group_sizes, dims, **options)
+
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
-        common = promote_floats(lhs.dtype, rhs.dtype)
-        how = Arithmetic(common, promote_floats(common, dtype), precision)
-        return _product(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, how).astype(dtype)
-    layout = Layout.of(lhs, rhs, ragged_dot_dimension_numbers)
-    how = arithmetic(lhs, rhs, precision)
-    if any(isinstance(x, QArray) and has_zero_point_left(x, how.dtype) for x in (lhs, rhs)):
-        how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
+        return product(left, right).astype(dtype)
+    layout = Layout.of(lhs, rhs, dims)
     pieces = layout.pieces(lhs, rhs, how)
     if len(pieces) > MOST_PIECES:
         left, right = (
@@ -299,29 +281,19 @@ def _ragged_dot(
             for x in (lhs, rhs)
         )
         precision = lax.Precision.HIGHEST if precision is None else precision
-        return _ragged_dot(ragged_dot_dimension_numbers, precision, dtype, left, right, group_sizes)
+        return _ragged_dot(dims, precision, dtype, left, right, group_sizes)
     rows = None
     if layout.group is not None and isinstance(rhs, QArray) and rhs.scale.shape[layout.group] > 1:
         rows = group_of_rows(group_sizes, lhs.shape[layout.ragged])
 
-    left, right = (numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype)
-                   for x in (lhs, rhs))  # fmt: skip
     total = None
     for piece in pieces:
-        acc = _product(
-            piece.of(left, 0), piece.of(right, 1), group_sizes, ragged_dot_dimension_numbers, how
-        )
+        acc = product(*(x if piece is None else piece.of(x, side)
+                        for side, x in enumerate((left, right))))  # fmt: skip
         acc = acc.astype(compute_dtype(acc.dtype) if how.limit is None else jnp.float32)
-        if isinstance(lhs, QArray):
-            scale = piece.of_scale(layout.scale(lhs, 0), 0)
-            acc = acc * layout.in_output(scale.astype(acc.dtype), 0, acc.ndim)
-        if isinstance(rhs, QArray):
-            scale = piece.of_scale(layout.scale(rhs, 1), 1).astype(acc.dtype)
-            if rows is not None and layout.group is not None:
-                scale = scale.at[(slice(None),) * layout.group + (rows,)].get(
-                    mode="promise_in_bounds"
-                )
-            acc = acc * layout.in_output(scale, 1, acc.ndim)
+        for side, x in enumerate((lhs, rhs)):
+            if isinstance(x, QArray):
+                acc = acc * layout.scale(x, side, piece, rows, acc)
         total = acc if total is None else total + acc
     assert total is not None
     if layout.group is not None:
@@ -353,16 +325,3 @@ def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
     past = lax.iota(jnp.int32, count)[:, None] >= ends[None, :]
     groups = jnp.sum(past, axis=1, dtype=jnp.int32)
     return lax.min(groups, lax.full_like(groups, group_sizes.shape[0] - 1))
-
-
-def _product(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: Any, how: Arithmetic
-) -> jax.Array:
-    return lax.ragged_dot_general(
-        lhs.astype(how.dtype),
-        rhs.astype(how.dtype),
-        group_sizes,
-        numbers,
-        precision=how.precision,
-        preferred_element_type=how.sums,
-    )

@@ -1,5 +1,5 @@
 // Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers: in int32
-// with instructions for int8, else in float32, which holds them, so that a fused multiply-add gives
+// with instructions that multiply int8, else in float32, which holds them, so that a fused multiply-add gives
 // the same bits as two operations.
 
 #include <algorithm>
@@ -15,68 +15,24 @@ namespace {
 using namespace lanes::JAXTAP_ISA_NAMESPACE;
 
 // What a word of an image and of a weight has, and how both are multiplied.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(JAXTAP_NEON)
 
 constexpr int kTaps = 4;
 using Sums = Ints;
+constexpr int kSpreadBlocks = 4;  // of channels at once: with AVX-512 what a line of the cache has
 
-constexpr int kSpreadBlocks = 4;  // of channels at once: what a line of the cache has
+// One value of each channel, and two and four of pixels that follow each other.
+#if defined(__AVX512VNNI__)
 
-// Words for each `kStep` pixels, `count` in all, of some blocks of channels: `next` gives the values
-// of a pixel after the other, `store` takes the words of the i-th. What neighbours share is put
-// together once.
-template <int kStep, int kBlocks, class Next, class Store>
-JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
-  struct Several {
-    Words of[kBlocks];
-  };
-  const auto values = [&]() __attribute__((always_inline)) {
-    Several made;
-    const auto where = next();
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) made.of[b] = same_bits<Words>(widen(where(b)));
-    return made;
-  };
-  const auto pairs = [](const Several& low, const Several& high) __attribute__((always_inline)) {
-    Several made;
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) made.of[b] = low.of[b] | (high.of[b] << 8);
-    return made;
-  };
-  const auto put = [&](int64_t i, const Several& low, const Several& high)
-      __attribute__((always_inline)) {
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) {
-      store(i, b, (low.of[b] | (high.of[b] << 16)) ^ 0x80808080u);
-    }
-  };
-  if constexpr (kStep == 1) {
-    const Several one = values(), two = values();
-    Several last = values(), first = pairs(one, two), second = pairs(two, last);
-    for (int64_t i = 0; i < count; ++i) {
-      const Several more = values(), third = pairs(last, more);
-      put(i, first, third);
-      first = second;
-      second = third;
-      last = more;
-    }
-  } else {
-    Several first{};
-    if (kStep == 2) {
-      const Several low = values();
-      first = pairs(low, values());
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      if (kStep == 4) {
-        const Several low = values();
-        first = pairs(low, values());
-      }
-      const Several low = values(), second = pairs(low, values());
-      put(i, first, second);
-      first = second;
-    }
-  }
-}
+using Values = Words;
+using Pairs = Words;
+JAXTAP_INLINE Values values_of(Bytes x) { return same_bits<Words>(widen(x)); }
+JAXTAP_INLINE Pairs pairs_of(Values low, Values high) { return low | (high << 8); }
+JAXTAP_INLINE Words word_of(Pairs low, Pairs high) { return (low | (high << 16)) ^ 0x80808080u; }
+
+constexpr int32_t kMore = 128;  // what was added to values of images, which are unsigned in a product
+
+JAXTAP_INLINE Words arranged(Words weight) { return weight; }
 
 // As assembly, since gcc 12 copies sums from register to register around the intrinsic.
 JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
@@ -85,10 +41,121 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
 
 #else
 
+using Values = uint8x8_t;  // the first half alone
+using Pairs = uint8x8_t;
+JAXTAP_INLINE Values values_of(Bytes x) { return vcreate_u8(same_bits<uint32_t>(x)); }
+JAXTAP_INLINE Pairs pairs_of(Values low, Values high) { return vzip1_u8(low, high); }
+
+constexpr int32_t kMore = 0;  // both factors are signed
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+JAXTAP_INLINE Words word_of(Pairs low, Pairs high) {
+  const uint16x4_t first = vreinterpret_u16_u8(low), second = vreinterpret_u16_u8(high);
+  return same_bits<Words>(vcombine_u16(vzip1_u16(first, second), vzip2_u16(first, second)));
+}
+
+JAXTAP_INLINE Words arranged(Words weight) { return weight; }
+
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  sum = same_bits<Sums>(vdotq_s32(same_bits<int32x4_t>(sum), same_bits<int8x16_t>(x),
+                                  same_bits<int8x16_t>(weight)));
+}
+
+#else
+
+// Without SDOT products are int16, of which neighbours are added to each sum. So the first pairs of
+// all channels lie in one half of a vector, and the second ones in the other.
+JAXTAP_INLINE Words word_of(Pairs low, Pairs high) {
+  return same_bits<Words>(vcombine_u8(low, high));
+}
+
+JAXTAP_INLINE Words arranged(Words weight) {
+  const auto pairs = same_bits<uint16x8_t>(weight);
+  const uint64x2_t first = vreinterpretq_u64_u16(vuzp1q_u16(pairs, pairs));
+  const uint64x2_t second = vreinterpretq_u64_u16(vuzp2q_u16(pairs, pairs));
+  return same_bits<Words>(vzip1q_u64(first, second));
+}
+
+// Each product is added on its own: int16 doesn't hold two of -128 * -128.
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  const auto a = same_bits<int8x16_t>(x), b = same_bits<int8x16_t>(weight);
+  int32x4_t sums = same_bits<int32x4_t>(sum);
+  sums = vpadalq_s16(sums, vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+  sum = same_bits<Sums>(vpadalq_s16(sums, vmull_high_s8(a, b)));
+}
+
+#endif
+#endif
+
+// Words for each `kStep` pixels, `count` in all, of some blocks of channels: `next` gives the values
+// of a pixel after the other, `store` takes the words of the i-th. What neighbours share is put
+// together once.
+template <int kStep, int kBlocks, class Next, class Store>
+JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
+  struct AllValues {
+    Values of[kBlocks];
+  };
+  struct AllPairs {
+    Pairs of[kBlocks];
+  };
+  const auto values = [&]() __attribute__((always_inline)) {
+    AllValues made;
+    const auto where = next();
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = values_of(where(b));
+    return made;
+  };
+  const auto pairs = [](const AllValues& low, const AllValues& high) __attribute__((always_inline)) {
+    AllPairs made;
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = pairs_of(low.of[b], high.of[b]);
+    return made;
+  };
+  const auto put = [&](int64_t i, const AllPairs& low, const AllPairs& high)
+      __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) store(i, b, word_of(low.of[b], high.of[b]));
+  };
+  if constexpr (kStep == 1) {
+    const AllValues one = values(), two = values();
+    AllValues last = values();
+    AllPairs first = pairs(one, two), second = pairs(two, last);
+    for (int64_t i = 0; i < count; ++i) {
+      const AllValues more = values();
+      const AllPairs third = pairs(last, more);
+      put(i, first, third);
+      first = second;
+      second = third;
+      last = more;
+    }
+  } else {
+    AllPairs first{};
+    if (kStep == 2) {
+      const AllValues low = values();
+      first = pairs(low, values());
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (kStep == 4) {
+        const AllValues low = values();
+        first = pairs(low, values());
+      }
+      const AllValues low = values();
+      const AllPairs second = pairs(low, values());
+      put(i, first, second);
+      first = second;
+    }
+  }
+}
+
+#else
+
 constexpr int kTaps = 1;
 using Sums = Floats;
-
 constexpr int kSpreadBlocks = 1;
+constexpr int32_t kMore = 0;
+
+JAXTAP_INLINE Words arranged(Words weight) { return weight; }
 
 template <int kStep, int kBlocks, class Next, class Store>
 JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
@@ -135,19 +202,18 @@ JAXTAP_INLINE Words larger(Words most, Floats x) {
 #endif
 }
 
-// Whether any magnitude is beyond a bound.
-JAXTAP_INLINE bool any_beyond(Words most, float bound) {
-  const auto end = same_bits<int32_t>(bound);
+// Whether any magnitude is beyond its bound; that of a NaN is.
+JAXTAP_INLINE bool any_beyond(Words most, Floats bound) {
+  const Ints holds = same_bits<Ints>(most) > same_bits<Ints>(bound);
 #if defined(__AVX512F__)
-  return _mm512_cmpgt_epi32_mask(same_bits<__m512i>(most), _mm512_set1_epi32(end)) != 0;
+  return _mm512_movepi32_mask(same_bits<__m512i>(holds)) != 0;
 #elif defined(__AVX2__)
-  const __m256i holds = _mm256_cmpgt_epi32(same_bits<__m256i>(most), _mm256_set1_epi32(end));
-  return _mm256_movemask_epi8(holds) != 0;
+  return _mm256_movemask_ps(same_bits<__m256>(holds)) != 0;
 #elif defined(JAXTAP_NEON)
-  return vmaxvq_s32(same_bits<int32x4_t>(most)) > end;
+  return vminvq_s32(same_bits<int32x4_t>(holds)) != 0;
 #else
   bool found = false;
-  for (int i = 0; i < kLanes; ++i) found |= static_cast<int32_t>(most[i]) > end;
+  for (int i = 0; i < kLanes; ++i) found |= holds[i] != 0;
   return found;
 #endif
 }
@@ -187,6 +253,15 @@ JAXTAP_INLINE Ints nearest(Floats x) {
 #endif
 }
 
+// How far a finite number is from the nearest whole one.
+JAXTAP_INLINE Floats from_whole(Floats x, [[maybe_unused]] Ints near) {
+#if defined(__AVX512F__)
+  return same_bits<Floats>(_mm512_reduce_ps(same_bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+  return x - to_floats(near);
+#endif
+}
+
 // Quotients instead of products, and 0 for a NaN.
 __attribute__((noinline, cold)) void divide(const Floats* x, int count, float divisor, Ints* to) {
   for (int i = 0; i < count; ++i) {
@@ -213,7 +288,7 @@ JAXTAP_INLINE void quantize(const Floats (&x)[kCount], Scale scale, Ints (&near)
     near[i] = nearest(ratio);
     most = larger(most, ratio - to_floats(near[i]));
   }
-  if (__builtin_expect(any_beyond(most, kSafeRounding), 0)) {
+  if (__builtin_expect(any_beyond(most, all(kSafeRounding)), 0)) {
     Floats ratios[kCount];  // what is in memory here alone stays in registers elsewhere
     Ints found[kCount];
     std::copy_n(x, kCount, ratios);
@@ -228,6 +303,35 @@ struct Channels {
   Floats scale, bias;
   float least, most;
 };
+
+// The same for results as int8 in one step, sum * factor + addend, instead of four that are rounded
+// each. Where that is not farther than `safe` from a whole number, both are nearest to the same.
+struct Nearly {
+  Floats factor, addend, safe;
+  float least, most;
+};
+
+JAXTAP_INLINE Floats magnitude(Floats x) {
+  return same_bits<Floats>(same_bits<Words>(x) & 0x7fffffffu);
+}
+
+// With u = 2^-24, p the product of a sum and both scales, b the bias, and all of them in multiples of
+// the scale of results: the four steps are off by at most u (2 |p| + |p + b|), the one by
+// u (4 |p| + 2 |b| + |p + b|), and |p| <= 128 + |b| where results are not cut. Together that is less than
+// u (1024 + 8 |b|). It does not hold where products of scales leave the range of normal numbers, or
+// anything is NaN: then nothing is safe.
+JAXTAP_INLINE Nearly nearly_of(const Results& to, const Channels& of) {
+  const auto within = [](Floats x) {
+    return (magnitude(x) > 0x1p-100f) & (magnitude(x) < 0x1p100f);
+  };
+  const float reciprocal = to.y_scale.reciprocal;
+  const Floats scale = of.scale * to.x_scale, factor = scale * reciprocal;
+  const Floats addend = of.bias * reciprocal, beyond = magnitude(addend);
+  const Ints holds = ((within(scale) & within(factor)) | (of.scale == 0.0f)) &
+                     within(all(reciprocal)) & (beyond < 0x1p20f);
+  const Floats safe = holds ? 0.5f - (0x1p-14f + 0x1p-21f * beyond) : all(-1.0f);
+  return {factor, addend, safe, of.least * reciprocal, of.most * reciprocal};
+}
 
 template <class Format, bool kToInt8, class Where>
 JAXTAP_INLINE Channels channels_of(const Results& to, int64_t channel, Where where) {
@@ -250,10 +354,18 @@ JAXTAP_INLINE Channels channels_of(const Results& to, int64_t channel, Where whe
   return of;
 }
 
-// Results of sums, of pixels that follow each other.
+template <int kCount, class Where>
+JAXTAP_INLINE void write_near(const Results& to, int64_t pixel, int64_t channel,
+                              const Ints (&near)[kCount], Where where) {
+  int8_t* bytes = to.qvalues + pixel * to.n + channel;
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) write_bytes(bytes + i * to.n, near[i], where);
+}
+
+// Results of sums, of pixels that follow each other, in the steps that they are defined by.
 template <class Format, bool kToInt8, class Sum, int kCount, class Where>
-JAXTAP_INLINE void put(const Results& to, const Channels& of, int64_t pixel, int64_t channel,
-                       const Sum (&sums)[kCount], Where where) {
+JAXTAP_INLINE void put_exactly(const Results& to, const Channels& of, int64_t pixel, int64_t channel,
+                               const Sum (&sums)[kCount], Where where) {
   using Type = typename Format::Type;
   const Output& out = to.out;
   Floats y[kCount];
@@ -279,15 +391,50 @@ JAXTAP_INLINE void put(const Results& to, const Channels& of, int64_t pixel, int
     for (int i = 0; i < kCount; ++i) y[i] = rounded<Format>(y[i]);
     Ints near[kCount];
     quantize<kBitsOf<Format> != 32>(y, to.y_scale, near);
-    int8_t* bytes = to.qvalues + pixel * to.n + channel;
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) write_bytes(bytes + i * to.n, near[i], where);
+    write_near(to, pixel, channel, near, where);
   } else {
     uint8_t* row = out.y + pixel * out.stride;
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i, row += out.stride) {
       store<Format>(reinterpret_cast<Type*>(row) + channel, y[i], where);
     }
+  }
+}
+
+// The same for what `put` leaves to it. The vectors of a call are in memory here alone.
+template <class Sum, int kCount, class Where>
+__attribute__((noinline)) void put_rest(const Results& to, const Channels& of, int64_t pixel,
+                                        int64_t channel, const Sum* sums, Where where) {
+  Sum found[kCount];
+  std::copy_n(sums, kCount, found);
+  put_exactly<F32, true>(to, of, pixel, channel, found, where);
+}
+
+// Results of sums, of pixels that follow each other.
+template <class Format, bool kToInt8, class Sum, int kCount, class Where>
+JAXTAP_INLINE void put(const Results& to, const Channels& of, const Nearly& nearly, int64_t pixel,
+                       int64_t channel, const Sum (&sums)[kCount], Where where) {
+  if constexpr (kToInt8 && kBitsOf<Format> == 32) {
+    if (to.out.residual == nullptr) {
+      Ints near[kCount];
+      Words most{};
+#pragma GCC unroll 8
+      for (int i = 0; i < kCount; ++i) {
+        const Floats y = at_most(
+            nearly.most,
+            at_least(nearly.least, fma(to_floats(sums[i]), nearly.factor, nearly.addend)));
+        near[i] = nearest(y);
+        most = larger(most, from_whole(y, near[i]));
+      }
+      if (__builtin_expect(!any_beyond(most, nearly.safe), 1)) {
+        return write_near(to, pixel, channel, near, where);
+      }
+    }
+    Sum found[kCount];
+    std::copy_n(sums, kCount, found);
+    put_rest<Sum, kCount>(to, of, pixel, channel, found, where);
+  } else {
+    put_exactly<Format, kToInt8>(to, of, pixel, channel, sums, where);
   }
 }
 
@@ -319,6 +466,7 @@ void put_rows(const Depthwise& given) {
   const int64_t step = d.stride * kLanes;
   over(d.to.out.columns, [&](int64_t channel, auto where) {
     const Channels of = channels_of<Format, kToInt8>(d.to, channel, where);
+    const Nearly nearly = kToInt8 ? nearly_of(d.to, of) : Nearly();
     const Sums start = kTaps == 1 ? Sums{} : read<Sums>(d.starts + channel, where);
     over_pixels(d.to.pixels, [&](int64_t pixel, auto count) {
       constexpr int kCount = decltype(count)::value;
@@ -328,12 +476,12 @@ void put_rows(const Depthwise& given) {
       const uint32_t* weights = d.weights + channel;
       // Each word of the weight is loaded once for all pixels.
       for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.to.n) {
-        const Words weight = read<Words>(weights, where);
+        const Words weight = arranged(read<Words>(weights, where));
         const uint32_t* at = x + d.taps[tap] * kLanes;
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; ++i) add_products(read<Words>(at + i * step), weight, sums[i]);
       }
-      put<Format, kToInt8>(d.to, of, pixel, channel, sums, where);
+      put<Format, kToInt8>(d.to, of, nearly, pixel, channel, sums, where);
     });
   });
 }
@@ -343,6 +491,7 @@ void put_rows(const Finished& given) {
   const Finished f = given;
   over(f.to.out.columns, [&](int64_t channel, auto where) {
     const Channels of = channels_of<Format, kToInt8>(f.to, channel, where);
+    const Nearly nearly = kToInt8 ? nearly_of(f.to, of) : Nearly();
     over_pixels(f.to.pixels, [&](int64_t pixel, auto count) {
       constexpr int kCount = decltype(count)::value;
       Ints sums[kCount];
@@ -350,7 +499,7 @@ void put_rows(const Finished& given) {
       for (int i = 0; i < kCount; ++i) {
         sums[i] = read<Ints>(f.sums + (pixel + i) * f.stride + channel);  // lines are of 16 columns
       }
-      put<Format, kToInt8>(f.to, of, pixel, channel, sums, where);
+      put<Format, kToInt8>(f.to, of, nearly, pixel, channel, sums, where);
     });
   });
 }
@@ -423,6 +572,78 @@ void put_all(const Operands& given) {
 
 void depthwise(const Depthwise& d) { put_all(d); }
 void finish(const Finished& f) { put_all(f); }
+
+#if defined(__AVX512VNNI__)
+// Sums of kRows pixels by kPanels panels, which stay in registers, to int8.
+template <int kRows, int kPanels, class Where>
+JAXTAP_INLINE void multiply_block(const Tile& t, const Results& to, const Channels* of,
+                                  const Nearly* nearly, int64_t row, int64_t panel, Where where) {
+  Ints sums[kPanels][kRows];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const Ints start = Ints{} - (t.offsets == nullptr ? 0 : t.offsets[row + r]);
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) sums[p][r] = start;
+  }
+  const uint8_t* qvalues = t.qvalues + panel * t.qvalues_stride;
+  for (int64_t run = 0; run < t.runs; ++run) {
+    const int8_t* x = t.x + row * t.x_stride + t.x_runs[run];
+    for (int64_t i = 0; i < t.k; i += 4, qvalues += 4 * kLanes) {
+      Words weights[kPanels];
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) weights[p] = read<Words>(qvalues + p * t.qvalues_stride);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        uint32_t word;
+        std::memcpy(&word, x + r * t.x_stride + i, 4);
+        const Words four = Words{} + word;
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) add_products(weights[p], four, sums[p][r]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p) {
+    put<F32, true>(to, of[p], nearly[p], row, (panel + p) * kLanes, sums[p], where);
+  }
+}
+
+template <int kRows, int kPanels, class Where>
+void multiply_rows(const Tile& t, const Results& to, const Channels* of, const Nearly* nearly,
+                   int64_t row, int64_t end, int64_t panel, Where where) {
+  for (; row + kRows <= end; row += kRows) {
+    multiply_block<kRows, kPanels>(t, to, of, nearly, row, panel, where);
+  }
+  if constexpr (kRows > 1) {
+    if (row < end) multiply_rows<kRows / 2, kPanels>(t, to, of, nearly, row, end, panel, where);
+  }
+}
+
+template <int kPanels, class Where>
+JAXTAP_INLINE void multiply_panels(const Tile& t, const Results& to, int64_t panel, Where where) {
+  Channels of[kPanels];
+  Nearly nearly[kPanels];
+  for (int p = 0; p < kPanels; ++p) {
+    of[p] = channels_of<F32, true>(to, (panel + p) * kLanes, where);
+    nearly[p] = nearly_of(to, of[p]);
+  }
+  multiply_rows<6, kPanels>(t, to, of, nearly, 0, t.rows, panel, where);
+}
+
+// All rows by a few panels, before the next panels: their weights stay in the first cache.
+void multiply(const Tile& given, const Results& results) {
+  const Tile t = given;
+  const Results to = results;
+  const int64_t whole = to.out.columns / kLanes;
+  int64_t panel = 0;
+  for (; panel + 4 <= whole; panel += 4) multiply_panels<4>(t, to, panel, Whole());
+  for (; panel + 2 <= whole; panel += 2) multiply_panels<2>(t, to, panel, Whole());
+  if (panel < whole) multiply_panels<1>(t, to, panel++, Whole());
+  if (panel < t.panels) multiply_panels<1>(t, to, panel, Part{to.out.columns - panel * kLanes});
+}
+#else
+constexpr void (*multiply)(const Tile&, const Results&) = nullptr;
+#endif
 
 template <class Format>
 void quantize_numbers(const void* x, int64_t count, Scale scale, int8_t* to) {
@@ -520,7 +741,9 @@ void unpack(const Unpack& u) {
       Words word = {};
       if (u.place > 0) word = read<Words>(u.words + i, where);
       write(u.words + i, word | (same_bits<Words>(value & 255) << (8 * u.place)), where);
-      write(u.starts + i, read<Ints>(u.starts + i, where) - value * 128, where);
+      if constexpr (kMore != 0) {
+        write(u.starts + i, read<Ints>(u.starts + i, where) - value * kMore, where);
+      }
     }
   });
 }
@@ -528,7 +751,7 @@ void unpack(const Unpack& u) {
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, kTaps, spread, depthwise, finish, quantize_floats, sum, unpack};
+  static const Table table{kLanes, kTaps, spread, depthwise, finish, multiply, quantize_floats, sum, unpack};
   return table;
 }
 

@@ -136,7 +136,7 @@ inline void limit(const Stretch& s, int64_t row, int64_t begin, int64_t count, c
     const Ints seen = (at >= bound(first)) & (at < bound(last < rest ? last : rest));
     x = seen ? x : all(kNone);
     if (s.masks != nullptr) {
-      const Ints open = widen(read_part<Bytes>(s.masks[row] + begin + p, rest));
+      const Ints open = widen(read<Bytes>(s.masks[row] + begin + p, Part{rest}));
       x = open != 0 ? x : all(kNone);
     }
     write(logits + p, x);

@@ -88,9 +88,7 @@ JAXTAP_INLINE void load(const void* from, Vector* to) {
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = 2;
-    k.block_k = 2048;
+    Kernels k = own_kernels(2, 2048, nullptr, false);
     k.task_steps = 120000;
     k.least_rows = 16;
     k.expands_signed = true;

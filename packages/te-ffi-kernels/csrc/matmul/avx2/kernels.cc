@@ -127,13 +127,7 @@ JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int
 }  // namespace
 
 const Kernels& avx2_kernels() {
-  static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = kBlockPanels;
-    k.block_k = 4096;
-    k.stream = stream;
-    return k;
-  }();
+  static constexpr Kernels kKernels = own_kernels(kBlockPanels, 4096, stream, kSignedSums);
   return kKernels;
 }
 

@@ -154,12 +154,9 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = kTilePanels;
-    k.block_k = 512;
+    Kernels k = own_kernels(kTilePanels, 512, stream, kSignedSums);
     k.two_digits16 = two_digits16;
     k.expand_panel16 = expand_panel16;
-    k.stream = stream;
     return k;
   }();
   return kKernels;

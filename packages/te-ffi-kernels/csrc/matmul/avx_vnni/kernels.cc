@@ -65,13 +65,8 @@ JAXTAP_INLINE void add_both(__m256i& sums, __m256i low, __m256i high, __m256i x_
 }  // namespace
 
 const Kernels& avx_vnni_kernels() {
-  static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = 4;
-    k.block_k = 512;  // four panels of so many rows stay in the first cache
-    k.stream = stream;
-    return k;
-  }();
+  // Four panels of so many rows stay in the first cache.
+  static constexpr Kernels kKernels = own_kernels(4, 512, stream, kSignedSums);
   return kKernels;
 }
 

@@ -130,13 +130,7 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 }  // namespace
 
 const Kernels& generic_kernels() {
-  static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = 1;
-    k.block_k = 4096;
-    k.stream = stream;
-    return k;
-  }();
+  static constexpr Kernels kKernels = own_kernels(1, 4096, stream, kSignedSums);
   return kKernels;
 }
 

@@ -61,13 +61,7 @@ JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int
 }  // namespace
 
 const Kernels& neon_kernels() {
-  static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = 4;
-    k.block_k = 512;
-    k.stream = stream;
-    return k;
-  }();
+  static constexpr Kernels kKernels = own_kernels(4, 512, stream, kSignedSums);
   return kKernels;
 }
 

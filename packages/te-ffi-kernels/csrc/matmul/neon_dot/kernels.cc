@@ -65,16 +65,7 @@ JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int
 }  // namespace
 
 const Kernels& neon_dot_kernels() {
-  static constexpr Kernels kKernels = [] {
-    Kernels k = own_kernels();
-    k.block_panels = 4;
-    k.block_k = 512;
-    k.signed_sums = true;
-    k.expands_signed = true;
-    k.expand_panel = expand_panel<true>;
-    k.stream = stream;
-    return k;
-  }();
+  static constexpr Kernels kKernels = own_kernels(4, 512, stream, kSignedSums);
   return kKernels;
 }
 

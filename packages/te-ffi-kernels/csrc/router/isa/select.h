@@ -20,7 +20,7 @@ JAXTAP_INLINE Ints keys(Floats x) {
 
 JAXTAP_INLINE Ints keys_at(const float* scores, int64_t i, int64_t n) {
   if (i + kLanes <= n) return keys(read<Floats>(scores + i));
-  const Ints found = keys(read_part<Floats>(scores + i, n - i));
+  const Ints found = keys(read<Floats>(scores + i, Part{n - i}));
   return iota() < static_cast<int32_t>(n - i) ? found : Ints{} + kLeast;
 }
 
@@ -124,7 +124,7 @@ JAXTAP_INLINE float sum_of_few(const float* scores, int64_t n, int64_t k) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const Ints mine = read<Ints>(slots + i) > last;
     const bool whole = i + kLanes <= n;
-    const Floats x = whole ? read<Floats>(scores + i) : read_part<Floats>(scores + i, n - i);
+    const Floats x = whole ? read<Floats>(scores + i) : read<Floats>(scores + i, Part{n - i});
     sums += mine ? x : all(0.0f);
     above += mine ? all(1.0f) : all(0.0f);
   }

@@ -29,8 +29,8 @@ struct Logits {
   }
 
   inline __attribute__((always_inline)) Floats part(int64_t i, int64_t count) const {
-    const Floats scaled = first_n(load_part<Format>(x + i, count) * scale, count, kNone);
-    if constexpr (kMasked) return apply(scaled, read_part<Bytes>(mask + i, count));
+    const Floats scaled = first_n(load<Format>(x + i, Part{count}) * scale, count, kNone);
+    if constexpr (kMasked) return apply(scaled, read<Bytes>(mask + i, Part{count}));
     return scaled;
   }
 };
@@ -80,7 +80,7 @@ void forward(const void* from, const uint8_t* mask, void* to, float* scratch, in
     }
     if (i < end) {
       const Floats e = exp(logits.part(i, end - i) - most);
-      write_part(row + i, e, end - i);
+      write(row + i, e, Part{end - i});
       b += first_n(e, end - i, 0.0f);
       i = end;
     }
@@ -95,7 +95,8 @@ void forward(const void* from, const uint8_t* mask, void* to, float* scratch, in
     store<Format>(out + i, read<Floats>(row + i) * inverse);
   }
   if (i < count) {
-    store_part<Format>(out + i, read_part<Floats>(row + i, count - i) * inverse, count - i);
+    const Part rest{count - i};
+    store<Format>(out + i, read<Floats>(row + i, rest) * inverse, rest);
   }
 }
 
@@ -119,7 +120,8 @@ void backward(const void* grads, const void* results, void* to, int64_t count, f
     }
     for (; i + kLanes <= end; i += kLanes) a += product(i);
     if (i < end) {
-      b += load_part<Format>(grad + i, end - i) * load_part<Format>(softmax + i, end - i);
+      const Part rest{end - i};
+      b += load<Format>(grad + i, rest) * load<Format>(softmax + i, rest);
       i = end;
     }
     sums += (a + b) + (c + d);
@@ -130,9 +132,9 @@ void backward(const void* grads, const void* results, void* to, int64_t count, f
     store<Format>(out + i, (load<Format>(grad + i) - sum) * y * scale);
   }
   if (i < count) {
-    const Floats y = load_part<Format>(softmax + i, count - i);
-    const Floats dz = load_part<Format>(grad + i, count - i);
-    store_part<Format>(out + i, (dz - sum) * y * scale, count - i);
+    const Part rest{count - i};
+    const Floats y = load<Format>(softmax + i, rest), dz = load<Format>(grad + i, rest);
+    store<Format>(out + i, (dz - sum) * y * scale, rest);
   }
 }
 

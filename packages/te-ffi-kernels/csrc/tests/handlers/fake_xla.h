@@ -199,7 +199,6 @@ inline Outcome call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame& frame) {
 inline Outcome run(Program& program, XLA_FFI_ExecutionStage stage, Threads* pool) {
   const ffi::Target& target = *target_of(program.target);
   const bool executes = stage == XLA_FFI_ExecutionStage_EXECUTE;
-  if (!executes && target.instantiate == nullptr) return {};
   const Passed attributes(program.attributes);
   std::vector<Tensor> none;
   Buffers<XLA_FFI_ArgType, XLA_FFI_ArgType_BUFFER> args(executes ? program.operands : none);

@@ -100,7 +100,7 @@ class ActivationConfig:
         return jax.ShapeDtypeStruct(x.shape[-2:] if self.is_dbias else (1,), x.dtype)
 
 
-def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
+def names_of(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
     """Return the names of an activation.
 
     Raises:
@@ -115,7 +115,7 @@ def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def params(op: str, given: ActivationParams | None) -> ActivationParams:
+def params_of(op: str, given: ActivationParams | None) -> ActivationParams:
     """Return the parameters, checked; Transformer Engine's defaults for None."""
     if given is None:
         return ActivationParams()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..batching import widened
-from ..op import Op
+from ..op import Op, gradient_of
 from ..partition import Names, partition_rows
 from . import operands, reference, ring
 from .blocks import are_few_cuts
@@ -252,17 +252,6 @@ def _gradient(config: Config, given: Arrays, cotangents: Any) -> Any:
     return *jax.vjp(plain, *given[:5])[1](tuple(cotangents[:2])), *(None,) * 5
 
 
-def _second_gradient(config: Config, given: Arrays, cotangents: Any) -> Any:
-    # Gradients of gradients are those of the plain computation.
-    *first, random, out, out_grad = given[:9]
-
-    def plain(*floats: jax.Array) -> Arrays:
-        return _backward_in_jax(config, *floats[:6], random, *floats[6:], *given[9:])
-
-    found = jax.vjp(plain, *first, out, out_grad)[1](tuple(cotangents))
-    return *found[:6], None, *found[6:], *(None,) * 4
-
-
 FORWARD = Op(
     "fused_attn_forward",
     forward_in_jax,
@@ -281,5 +270,5 @@ BACKWARD = Op(
     lowered=_lowered,
     partition=_partition_backward,
     batch=_batch_backward,
-    gradient=_second_gradient,
+    gradient=gradient_of(_backward_in_jax),
 )

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..batching import widened
-from ..op import Op
+from ..op import Op, gradient_of
 from ..partition import partition_rows
 from .config import Config, prepared
 from .reference import attend
@@ -133,18 +133,6 @@ def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.
     return out.reshape(size, batch, *out.shape[1:]), True
 
 
-def _gradient(config: Config, operands: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
-    floats = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-    def of_floats(*given: jax.Array) -> jax.Array:
-        filled = dict(zip(floats, given, strict=True))
-        return attend(config, *(filled.get(i, x) for i, x in enumerate(operands)))
-
-    grads = jax.vjp(of_floats, *(operands[i] for i in floats))[1](ct)
-    found = dict(zip(floats, grads, strict=True))
-    return tuple(found.get(i) for i in range(len(operands)))
-
-
 _ATTEND = Op(
     "decode_attention",
     attend,
@@ -152,5 +140,5 @@ _ATTEND = Op(
     attributes=_attributes,
     partition=_partition,
     batch=_batch,
-    gradient=_gradient,
+    gradient=gradient_of(attend),
 )

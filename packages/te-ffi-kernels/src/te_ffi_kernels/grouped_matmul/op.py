@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from ..quantize import numbers
 from ..quantize.cotangents import cotangent_of
 from ..quantize.modes import ScalingMode
 from . import reference
-from .batching import more_rows_per_group
 from .config import GroupedConfig, Ragged, grouped_config
 from .sharding import partition_grouped
 
@@ -289,12 +289,40 @@ def _reduced(config: GroupedConfig, side: Side, terms: jax.Array, owners: jax.Ar
     return terms.sum(1) if config.rows else sums_by_group(terms, owners, config.groups)
 
 
+def _batch(
+    run: Any, config: GroupedConfig, size: int, in_batched: Sequence[bool], *operands: jax.Array
+) -> Any:
+    """Give each group the rows of all mapped lhs.
+
+    NotImplemented, which runs the op index by index, if other operands are mapped, too.
+    """
+    # Scales of rows or of their blocks are mapped with the rows.
+    along = config.mode is ScalingMode.CHANNEL_SCALING or config.mode.is_mx
+    alone = tuple(in_batched) == (True, along, *(False,) * 6)
+    if not (alone and config.rows and config.first(config.left)):
+        return NotImplemented
+
+    def merged(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        moved = jnp.moveaxis(x.reshape(size, *shape), 0, 1)
+        return moved.reshape(shape[0] * size, *shape[1:])
+
+    lhs, scales, *rest = operands
+    rest[3] = rest[3] * size
+    wide = merged(lhs, config.left.shape)
+    if along:
+        scales = merged(scales, config.scale_shapes[0])
+    left = dataclasses.replace(config.left, shape=wide.shape)
+    found = run(dataclasses.replace(config, left=left), wide, scales, *rest)
+    apart = found.reshape(config.length, size, *config.shape[1:])
+    return jnp.moveaxis(apart, 1, 0), True
+
+
 GROUPED = Op(
     "grouped_gemm_v2",
     reference.grouped,
     results=lambda config, *_: config.result,
     attributes=lambda config, *_: config.attributes(),
     partition=partition_grouped,
-    batch=more_rows_per_group,
+    batch=_batch,
     gradient=_gradient,
 )

@@ -72,7 +72,7 @@ class NormConfig:
         return jax.ShapeDtypeStruct(x.shape, x.dtype), weights, dbeta
 
 
-def norm_type(op: str, given: Any) -> NormType:
+def kind_of(op: str, given: Any) -> NormType:
     """Return the norm of a name, member or number.
 
     Raises:

@@ -12,10 +12,13 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from interception_core import quick_init
+
 from .layout import TABLES, Layout
 
 
 @jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight packed by ``pack_w8`` or ``pack_w4``; a pytree.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import checks
-from ..op import Op
+from ..op import Op, gradient_of
 from ..partition import partition_rows
 from . import config, reference
 
@@ -250,18 +250,10 @@ def _gradient_partition(_: None, block: Any, *operands: jax.Array) -> Any:
     return _by_column(["th", "tm", "rh", "te", "e"], ["rh", "te"], run, *operands, sums=(1,))
 
 
-def _second_gradient(_: None, saved: Any, cts: Any) -> Any:
-    grad, row_id_map, x, merging, offsets = saved
-    call = functools.partial(reference.unpermute_gradient, None)
-    pull = jax.vjp(lambda g, x, p: call(g, row_id_map, x, p, offsets), grad, x, merging)[1]
-    grad_ct, x_ct, merging_ct = pull(cts)
-    return grad_ct, None, x_ct, merging_ct, None
-
-
 _GRADIENT = Op(
     "unpermute_bwd_with_merging_probs",
     reference.unpermute_gradient,
     results=_gradient_results,
     partition=_gradient_partition,
-    gradient=_second_gradient,
+    gradient=gradient_of(reference.unpermute_gradient),
 )

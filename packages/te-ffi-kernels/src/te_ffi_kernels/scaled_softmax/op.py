@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..batching import more_rows, widened
-from ..op import Op
+from ..op import Op, gradient_of
 from ..partition import partition_rows
 from . import config as checks
 from . import reference
@@ -254,7 +254,5 @@ _GRADIENT = Op(
     attributes=_attributes,
     partition=_partition_gradient,
     batch=more_rows,
-    gradient=lambda config, saved, ct: jax.vjp(
-        functools.partial(reference.backward, config), *saved
-    )[1](ct),
+    gradient=gradient_of(reference.backward),
 )

@@ -40,16 +40,13 @@ def explained(
     """
     text, ops = str(error), observed
     instead = "give a rule for these operations act_static_scale=False"
-    if "vmap-of-cond" in text:
-        what = "A static range can't be measured in a lax.cond or lax.switch under jax.vmap"
+    if "differs between the examples" in text:
+        what = (
+            "A static range can't be measured in a lax.cond or lax.switch whose condition differs "
+            "between the examples of jax.vmap"
+        )
         instead = f"Run the branches outside of vmap (jax.lax.map), or {instead}"
         ops = [one for one in ops if "cond(" in one or "switch(" in one] or ops
-    elif "cond partial-eval" in text:
-        what = "A static range can't be measured in a branch of a loop that is differentiated"
-        instead = (
-            "Measure with calls that are not differentiated, and train with "
-            f"apply(..., update=False), or {instead}"
-        )
     elif "inside of shard_map" in text and ops:
         what = (
             "A static range can't be measured where the program differentiates a shard_map, or "

@@ -1,5 +1,0 @@
-#include "softmax/table.h"
-
-#include "common/isa_table.h"
-
-JAXTAP_DEFINE_TABLE(softmax)

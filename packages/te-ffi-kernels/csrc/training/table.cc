@@ -1,5 +1,0 @@
-#include "training/table.h"
-
-#include "common/isa_table.h"
-
-JAXTAP_DEFINE_TABLE(training)
