@@ -380,12 +380,9 @@ def moved(run, args):
     return size_of(args) + size_of(jax.eval_shape(run, *args))
 
 
-multiply = partial(qn.einsum, "mk,kn->mn")
-
-
 def multiply_int8(x, weight):
     """Rows are rounded to int8 first, as plans do it."""
-    return multiply(qn.quantize(x, "int8", channel_axes=(0,)), weight)
+    return qn.matmul(qn.quantize(x, "int8", channel_axes=(0,)), weight)
 
 
 def packed_matmuls(side):
@@ -406,7 +403,7 @@ def packed_matmuls(side):
         # What a plan runs where it packs no weight.
         tiles = {0: group} if group else None
         weight = qn.quantize(w, f"int{bits}", channel_axes=(1,), tile_axes=tiles)
-        forms[f"XLA, int{bits}{text}"] = multiply, weight
+        forms[f"XLA, int{bits}{text}"] = qn.matmul, weight
         if not group:
             forms["XLA, int8 times int8"] = multiply_int8, weight
     for rows in ROWS:

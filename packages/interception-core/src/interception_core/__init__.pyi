@@ -29,12 +29,12 @@ from .kernels.bench import slower_than as slower_than
 from .kernels.platforms import kernel_platforms as kernel_platforms
 from .kernels.platforms import missing_kernels as missing_kernels
 from .kernels.platforms import platform_of as platform_of
+from .kernels.register import FfiTarget as FfiTarget
 from .kernels.register import register_kernel as register_kernel
 from .kernels.select import KernelChoice as KernelChoice
 from .kernels.select import get_op as get_op
 from .kernels.select import kernel_workspace as kernel_workspace
 from .kernels.select import select_kernel as select_kernel
-from .kernels.target import FfiTarget as FfiTarget
 from .lazy import lazy_exports as lazy_exports
 from .patch.engine import PatchEngine as PatchEngine
 from .patch.engine import untapped as untapped

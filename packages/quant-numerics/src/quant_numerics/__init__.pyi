@@ -3,6 +3,12 @@
 from quant_numerics.array.stored import register_state as register_state
 from quant_numerics.ops.conv import is_pointwise as is_pointwise
 
+from .array.hi import HiQArray as HiQArray
+from .array.hi import LeadingAxis as LeadingAxis
+from .array.hi import QArrayTy as QArrayTy
+from .array.hi import as_hi as as_hi
+from .array.hi import as_lo as as_lo
+from .array.hi import from_hi as from_hi
 from .array.moves import concatenate as concatenate
 from .array.packed import PackedQArray as PackedQArray
 from .array.packed import pack as pack
@@ -45,8 +51,10 @@ from .formats.qtypes import QType as QType
 from .formats.qtypes import get_qtype as get_qtype
 from .ops.conv import conv_general_dilated as conv_general_dilated
 from .ops.dot import dot_general as dot_general
+from .ops.einsum import dot as dot
 from .ops.einsum import einsum as einsum
 from .ops.einsum import einsum_dimension_numbers as einsum_dimension_numbers
+from .ops.einsum import matmul as matmul
 from .ops.ragged_dot import ragged_dot as ragged_dot
 from .ops.ragged_dot import ragged_dot_general as ragged_dot_general
 from .ops.take import take as take

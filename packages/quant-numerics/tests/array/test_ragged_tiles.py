@@ -11,11 +11,14 @@ from jaxtap_testkit.programs import as_program
 from quant_numerics import (
     Matmul,
     QArray,
+    as_hi,
+    as_lo,
     concatenate,
     dequantize,
     dot_general,
     einsum,
     fake_quant,
+    from_hi,
     pack,
     qarray,
     quantize,
@@ -252,6 +255,9 @@ def test_transformations():
 
     _, out = jax.jit(lambda q: jax.lax.scan(step, 0, q))(q)
     np.testing.assert_allclose(out, y @ full, rtol=1e-5, atol=1e-4)
+    back = as_lo(as_hi(q))
+    assert back.ragged_tiles == q.ragged_tiles
+    np.testing.assert_array_equal(jax.jit(from_hi)(as_hi(q)), full)
     packed = pack(quantize(x[0], "int5", channel_axes=(0,), tile_axes={1: 2}))
     np.testing.assert_array_equal(dequantize(unpack(packed).T),
                                   dequantize(packed).T)  # fmt: skip

@@ -1,6 +1,7 @@
 """dot_general between all formats, with zero points and tiles, and the CPU's rows."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from jaxtap_testkit.qarray_samples import normal, value
 from quant_numerics import (
     QTYPES,
     QArray,
+    dot,
     dot_general,
     get_qtype,
+    matmul,
     qarray,
     quantize,
     quantize_for_dot,
@@ -24,7 +27,7 @@ from quant_numerics import (
 
 pytestmark = pytest.mark.sample(2)
 
-quantize = as_program(quantize)
+dot, matmul, quantize = map(as_program, (dot, matmul, quantize))
 MATMUL = (((1,), (0,)), ((), ()))
 INTS = [k.name for k in QTYPES.values() if k.kind == "int"]
 SMALL_INTS = [n for n in INTS if n != "int16"]
@@ -288,3 +291,38 @@ def test_one_row_under_vmap_grad_and_scan():
         return fn(QArray(lhs.qvalue, scale, qtype="int8", dtype=lhs.dtype), rhs).sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(lhs.scale), [[want.sum()]], rtol=1e-5)
+
+
+SHAPES = [((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((2, 3), (3, 4)), ((5, 2, 3), (3, 4)),
+          ((2, 3), (5, 3, 4)), ((5, 2, 3), (5, 3, 4))]  # fmt: skip
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("which", ["both", "lhs", "rhs"])
+def test_dot_and_matmul_have_jnps_shapes(which):
+    for a_shape, b_shape in SHAPES:
+        a, b = normal(*a_shape), normal(*b_shape, seed=1)
+        qa, qb = jax.jit(lambda *ab: [quantize(one, "int8") for one in ab])(a, b)
+        a, qa = (a, a) if which == "rhs" else (value(qa).astype(np.float32), qa)
+        b, qb = (b, b) if which == "lhs" else (value(qb).astype(np.float32), qb)
+        found = jax.jit(lambda a, b: (matmul(a, b), dot(a, b)))(qa, qb)
+        for one, wanted in zip(found, (np.matmul(a, b), np.dot(a, b)), strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-5)
+    batched = normal(5, 1, 2, 3), normal(7, 3, 4, seed=1)
+    out = matmul(quantize(batched[0], "int8"), quantize(batched[1], "int8"))
+    assert out.shape == (5, 7, 2, 4)
+    assert dot(*batched).shape == (5, 1, 2, 7, 4)
+
+
+def test_dot_with_a_scalar_multiplies():
+    q = quantize(normal(2, 3), "int8")
+    np.testing.assert_allclose(dot(q, jnp.float32(2)), value(q) * 2, rtol=1e-6)
+    assert dot(q, q.scale[0, 0], preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_matmul_errors():
+    with pytest.raises(ValueError, match="at least one axis"):
+        matmul(quantize(jnp.ones(3), "int8"), jnp.float32(2))
+    for a, b in itertools.product(((2, 3), (3,)), ((1, 4), (4,), (2, 2, 4))):
+        with pytest.raises(ValueError, match="must have equal sizes"):
+            matmul(quantize(jnp.ones(a), "int8"), jnp.ones(b))

@@ -104,9 +104,13 @@ def quantize_model(
         packs = takes_any(plan.quantize, {"prepack"})
         options = {} if prepack or not packs else {"prepack": False}
         is_abstract = _is_abstract(parameters)
-        types = functools.partial(jax.eval_shape, plan.quantize)
-        quantize = getattr(plan, "quantized_types", types) if is_abstract else plan.quantize
-        stored = quantize(parameters, **options)
+        quantize = functools.partial(plan.quantize, **options)
+        if not is_abstract:
+            stored = quantize(parameters)
+        elif hasattr(plan, "quantized_types"):
+            stored = plan.quantized_types(parameters, **options)
+        else:
+            stored = jax.eval_shape(quantize, parameters)
         if getattr(plan, "adapters", None):
             key = jax.random.key(0) if adapter_key is None else adapter_key
             init = plan.init_adapters

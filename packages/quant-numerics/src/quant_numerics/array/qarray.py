@@ -1,7 +1,7 @@
 """QArray: quantized values with scales, as a pytree; what ops take."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -329,6 +329,27 @@ Operand: TypeAlias = Any
 """What ops take: a QArray, another StoredForm, or a float array."""
 
 
+_OTHERS: dict[type, tuple[Callable[[Any], QArray], Callable[[Any], jax.Array]]] = {}
+
+
+def register_operand(
+    form: type, to_qarray: Callable[[Any], QArray], restore: Callable[[Any], jax.Array]
+) -> None:
+    """Let ops and ``dequantize`` take values of a class or JAX type that is no ``StoredForm``.
+
+    Args:
+      form: the class of values, or of the types of traced values.
+      to_qarray: makes QArrays of them.
+      restore: dequantizes them.
+    """
+    _OTHERS[form] = to_qarray, restore
+
+
+def _other(x: Any) -> Any:
+    """Return how a value of a registered class becomes a QArray and an array; None for others."""
+    return _OTHERS.get(type(jax.typeof(x)) if isinstance(x, jax.core.Tracer) else type(x))
+
+
 def dequantize(q: Operand) -> jax.Array:
     """Dequantize a QArray, or another stored form, to an array of its shape and logical dtype.
 
@@ -344,6 +365,8 @@ def dequantize(q: Operand) -> jax.Array:
     """
     if is_form(q):
         return q.restore()
+    if (other := _other(q)) is not None:
+        return other[1](q)
     raise TypeError(
         f"what dequantize takes must be a QArray, got {type(q).__name__}. Use arrays as they are."
     )
@@ -353,6 +376,8 @@ def as_operand(x: Any, what: str) -> QArray | jax.Array:
     """Return `x` as a QArray or a float array, or raise TypeError, with its name."""
     if is_form(x):
         return found if isinstance(found := x.unpacked(), QArray) else x.restore()
+    if (other := _other(x)) is not None:
+        return other[0](x)
     x = jnp.asarray(x)
     float_dtype(x.dtype, f"{what}, where not a QArray,")
     return x

@@ -75,12 +75,7 @@ class Suite:
         The interceptor is new each time: nothing traced before can be reused.
         """
         log: list[Any] = []
-
-        def handler(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-            log.append(look(call))
-            return NotImplemented
-
-        interceptor = Interceptor(dict.fromkeys(targets, handler))
+        interceptor = Interceptor(dict.fromkeys(targets, noting(log, look)))
         transform((engine or self.engine).wrap(fn, interceptor))(*args)
         return once(log)
 
@@ -103,6 +98,16 @@ def times(factor: float) -> Callable:
             lambda result: result * jnp.asarray(factor, result.dtype),
             call.proceed(*args, **kwargs),
         )
+
+    return handler
+
+
+def noting(log: list, look: Callable[[OpCall], Any]) -> Callable:
+    """Return a handler that notes ``look(call)``, and lets the operation run."""
+
+    def handler(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        log.append(look(call))
+        return NotImplemented
 
     return handler
 

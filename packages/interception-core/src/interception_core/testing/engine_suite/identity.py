@@ -12,7 +12,7 @@ import numpy as np
 from ... import Interceptor, OpCall, PatchEngine
 from ..models import Model, models
 from . import targets
-from .base import Suite, abstractly, arrays, let, times
+from .base import Suite, abstractly, arrays, let, noting, times
 from .handlers import STEP, eager_and_jitted
 
 
@@ -159,22 +159,15 @@ class IdentitySuite(Suite):
 
     def test_each_scope_has_paths_and_numbers_of_its_own(self) -> None:
         seen: dict[str, list] = {"inner": [], "outer": []}
-
-        def note(name: str) -> Callable:
-            def handler(call: OpCall, *args: Any) -> Any:
-                seen[name].append(call.op_id)
-                return NotImplemented
-
-            return handler
-
-        inner = self.wrap(lambda x, w: targets.step(x, w), {STEP: note("inner")})
+        notes = {name: noting(log, lambda call: call.op_id) for name, log in seen.items()}
+        inner = self.wrap(lambda x, w: targets.step(x, w), {STEP: notes["inner"]})
 
         def body(x: Any, w: Any) -> Any:
             x = targets.step(x, w)
             with jax.named_scope("block"):
                 return inner(targets.step(x, w), w)
 
-        self.wrap(body, {STEP: note("outer")})(*arrays((2, 3), (3, 3)))
+        self.wrap(body, {STEP: notes["outer"]})(*arrays((2, 3), (3, 3)))
         assert list(dict.fromkeys(seen["inner"])) == ["step:0"]
         assert list(dict.fromkeys(seen["outer"])) == ["step:0", "block/step:0", "block/step:1"]
 

@@ -12,7 +12,7 @@ import pytest
 from ... import Interceptor, OpCall
 from ..models import ANY, Model
 from . import targets
-from .base import Suite, abstractly, arrays
+from .base import Suite, abstractly, arrays, noting
 from .handlers import STEP, eager_and_jitted
 from .identity import on_arrays
 
@@ -44,12 +44,8 @@ class OperandSuite(Suite):
         x, w = arrays((3, 3), (3, 3))
         layers = (Params(w, x[0]), Params(w + 1, x[0]))
         params = {"layers": layers, "head": w + 2}
-        seen = []
-
-        def handler(call: OpCall, *args: Any) -> Any:
-            seen.append((call.op_id, provenances(call)))
-            return NotImplemented
-
+        seen: list[tuple] = []
+        handler = noting(seen, lambda call: (call.op_id, provenances(call)))
         outer(self.wrap(body, {STEP: handler}))(params, x, scale=x + 1)
         assert dict(seen) == {
             "step:0": ("args[1]", "args[0]['layers'][0].kernel"),
@@ -61,12 +57,8 @@ class OperandSuite(Suite):
 
     @eager_and_jitted
     def test_an_input_as_such_has_its_own_axes_and_metadata(self, outer: Callable) -> None:
-        seen = []
-
-        def handler(call: OpCall, *args: Any) -> Any:
-            seen.append(call.operands)
-            return NotImplemented
-
+        seen: list[tuple] = []
+        handler = noting(seen, lambda call: call.operands)
         outer(self.wrap(lambda x, w: targets.step(jnp.tanh(x), w), {STEP: handler}))(
             *arrays((2, 3), (3, 3))
         )
@@ -162,11 +154,7 @@ class OperandSuite(Suite):
     def test_operands_are_refused_after_the_run(self) -> None:
         """They would keep the inputs alive."""
         calls: list[OpCall] = []
-
-        def handler(call: OpCall, *args: Any) -> Any:
-            calls.append(call)
-            return NotImplemented
-
+        handler = noting(calls, lambda call: call)
         self.engine.wrap(targets.step, Interceptor({STEP: handler}))(*arrays((2, 3), (3, 3)))
         with pytest.raises(RuntimeError, match="Read it in the handler"):
             _ = calls[0].operands

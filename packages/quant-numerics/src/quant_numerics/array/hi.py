@@ -1,10 +1,8 @@
-"""A quantized array as one JAX value, which lowers to its arrays, as a hi type.
-
-uv run python examples/one_value.py
+"""A quantized array as one JAX value, which lowers to its arrays.
 
 A QArray is a pytree: to JAX it is several arrays, and a gradient with respect to it is a gradient
 with respect to its scales. A hi value is one array to JAX, whose tangents are float arrays of the
-logical shape and dtype. Ops take ``as_lo(h)``, which has no derivative, or ``from_hi(h)``.
+logical shape and dtype.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import hijax_trace as ht
-import quant_numerics as qn
-from quant_numerics import QArray
+from quant_numerics.array.qarray import QArray, dequantize, register_operand
+from quant_numerics.formats.qtypes import FLOAT_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +135,9 @@ def as_hi(q: QArray) -> Any:
     """Return a QArray as one JAX value, of type ``QArrayTy``.
 
     It passes through jit, grad, jvp, vmap (with ``LeadingAxis()`` in in_axes and out_axes), scan,
-    remat, cond and while as one value. Its tangents and cotangents are float arrays of the logical
-    shape and dtype. A tangent of the scales of `q` becomes the tangent that it causes in the
-    dequantized array.
+    remat, cond and while as one value; ops and ``dequantize`` take it. Its tangents and cotangents
+    are float arrays of the logical shape and dtype. A tangent of the scales of `q` becomes the
+    tangent that it causes in the dequantized array.
 
     ``shard_map`` does not take hi values as arguments or results (NotImplementedError): pass the
     QArray, and call ``as_hi`` inside.
@@ -187,13 +185,13 @@ class _AsHi(ht.HiPrim):
     def _restored(self, leaves: Any) -> Any:
         """Return dequantization as a function of float leaves, and their indices."""
         ty = self.out_aval
-        floats = [i for i, x in enumerate(self.in_avals) if x.dtype in qn.FLOAT_DTYPES]
+        floats = [i for i, x in enumerate(self.in_avals) if x.dtype in FLOAT_DTYPES]
 
         def restore(*values: Any) -> jax.Array:
             parts = list(leaves)
             for i, value in zip(floats, values, strict=True):
                 parts[i] = value
-            return qn.dequantize(jax.tree.unflatten(ty.tree, parts))
+            return dequantize(jax.tree.unflatten(ty.tree, parts))
 
         return restore, floats
 
@@ -258,7 +256,7 @@ class _FromHi(ht.HiPrim):
         super().__init__()
 
     def expand(self, h: HiQArray) -> jax.Array:
-        return qn.dequantize(h.lo)
+        return dequantize(h.lo)
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         return _FromHi(*self.in_avals)(*primals), tangents[0]
@@ -283,13 +281,5 @@ def _no_tangent(aval: Any) -> Any:
     return jnp.zeros(ty.shape, ty.dtype)
 
 
-if __name__ == "__main__":
-    x, w = jnp.ones((4, 8)), jnp.arange(24.0).reshape(8, 3)
-    h = as_hi(qn.quantize(w, "int8", channel_axes=(1,)))
-    dot = qn.straight_through(
-        lambda x, h: qn.einsum("mk,kn->mn", x, as_lo(h)), lambda x, h: jnp.matmul(x, from_hi(h))
-    )
-    # The product is of quantized values, and the gradient by the parameter one float array.
-    gradient = jax.jit(jax.grad(lambda h: dot(x, h).sum()))(h)
-    print(jax.typeof(h), gradient.dtype, gradient.shape)
-    assert gradient.shape == w.shape
+register_operand(HiQArray, as_lo, from_hi)
+register_operand(QArrayTy, as_lo, from_hi)

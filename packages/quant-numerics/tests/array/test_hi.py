@@ -1,15 +1,26 @@
-"""A quantized array as one value, as examples/one_value.py makes it, through transformations."""
+"""A quantized array as one value, through each transformation."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from one_value import HiQArray, LeadingAxis, QArrayTy, as_hi, as_lo, from_hi
 
 import hijax_trace as ht
-import quant_numerics as qn
-from quant_numerics import QArray, dot_general, einsum, quantize, straight_through, take
+from quant_numerics import (
+    HiQArray,
+    LeadingAxis,
+    QArray,
+    QArrayTy,
+    as_hi,
+    as_lo,
+    dequantize,
+    dot_general,
+    einsum,
+    quantize,
+    straight_through,
+    take,
+)
 
 X = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
@@ -19,10 +30,6 @@ MATMUL = (((1,), (0,)), ((), ()))
 def quantized(x, qtype="int8", **options):
     options = options or {"channel_axes": tuple(range(x.ndim - 1))}
     return jax.jit(lambda x: quantize(x, qtype, **options))(x)
-
-
-def dequantize(x):
-    return qn.dequantize(x) if isinstance(x, QArray) else from_hi(x)
 
 
 def hi(x, *args, **options):
@@ -73,10 +80,10 @@ def test_ops_take_it(jit):
     h, q = hi(X[0]), quantized(X[0])
     w = quantized(W, channel_axes=(1,))
     for ours, want in (
-        (jit(lambda h: dot_general(as_lo(h), W, MATMUL))(h), dot_general(q, W, MATMUL)),
-        (jit(lambda h: dot_general(as_lo(h), w, MATMUL))(h), dot_general(q, w, MATMUL)),
-        (jit(lambda h: einsum("ij,jk->ki", as_lo(h), W))(h), einsum("ij,jk->ki", q, W)),
-        (jit(lambda h: take(as_lo(h), jnp.array([2, 0])))(h), take(q, jnp.array([2, 0]))),
+        (jit(lambda h: dot_general(h, W, MATMUL))(h), dot_general(q, W, MATMUL)),
+        (jit(lambda h: dot_general(h, w, MATMUL))(h), dot_general(q, w, MATMUL)),
+        (jit(lambda h: einsum("ij,jk->ki", h, W))(h), einsum("ij,jk->ki", q, W)),
+        (jit(lambda h: take(h, jnp.array([2, 0])))(h), take(q, jnp.array([2, 0]))),
     ):
         np.testing.assert_allclose(ours, want, rtol=1e-6)
 
