@@ -49,6 +49,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-lora",
     ],
+    "provider-xla-models": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-models",
+    ],
     "provider-xla-passes": [
         "interception-core",
         "hijax-trace",
@@ -128,6 +135,9 @@ CHECKS = {
     "plan = xla.PtqProvider(xla.Rule(weight='int8', lora=2)).plan(jnp.dot, w, w); "
     "adapters = plan.init_adapters(jax.random.key(0)); stored = plan.quantize(w); "
     "plan.apply()(stored, w, adapters=adapters); plan.merge(stored, adapters)",
+    "provider-xla-models": "import interception_core as ic; "
+    "names = {spec.name for spec in ic.declared_specs(ic.BridgeSpec)}; "
+    "assert names == {'nnx', 'linen', 'equinox'}, names",
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",
@@ -238,7 +248,11 @@ def test_alone(package, distribution, python, tmp_path):
     # Packagers have the tests from the sdist alone, without those of other packages.
     sdist = distribution(package, "*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
-    install(*needed[:-1], f"{needed[-1]}[test]", distribution("jaxtap-testkit", "*.whl"))
+    # Extras of provider-xla, which tests ask for by the library that they are for, bring these.
+    beside = ["provider-xla-formats", "provider-xla-models"] if "provider-xla" in installed else []
+    others = [distribution(n, "*.whl") for n in beside if n not in NEEDS[package]]
+    testkit = distribution("jaxtap-testkit", "*.whl")
+    install(*needed[:-1], f"{needed[-1]}[test]", *others, testkit)
     (tests,) = (tmp_path / "source").glob("*/tests")
     collect = [python, "-m", "pytest", "--collect-only", "-q", "--full", "--assert=plain", tests]
     collected = run(*collect, cwd=tmp_path)

@@ -4,7 +4,7 @@ from interception_core.testing import installed_plugins
 from jaxtap_testkit.strict import strict_dtypes  # noqa: F401
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def kernels():
     """No kernels, installed or not: tests look at quantized values."""
     with installed_plugins(without={"te-ffi-kernels", "te-ffi-kernels-cuda13"}):

@@ -78,6 +78,21 @@ def test_what_to_install_for_fused_functions(missing):
         provider.plan(jnp.tanh, jnp.ones(4))
 
 
+def test_what_to_install_for_a_model(missing):
+    linen = pytest.importorskip("flax.linen")
+    model = linen.Dense(4)
+    with (
+        missing("provider_xla_models"),
+        pytest.raises(ImportError, match=r"is of provider-xla-models.*'provider-xla\[linen\]'"),
+    ):
+        xla.quantize_model(model, "int8", jnp.ones((2, 4)))
+    with (
+        missing("provider_xla_models"),
+        pytest.raises(core.UnknownNameError, match="of a class"),
+    ):
+        xla.quantize_model(object(), "int8", jnp.ones((2, 4)))
+
+
 def test_what_to_install_for_a_form():
     assert extras.install_form("affine") == "Run pip install 'provider-xla[gguf]'"
     assert extras.install_form("transformed") == "Run pip install 'provider-xla[passes]'"

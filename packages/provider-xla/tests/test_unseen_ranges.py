@@ -142,7 +142,7 @@ def mapped_switch_in_jit(p, x, firsts):
 
 @pytest.mark.parametrize("fn", [mapped_branch, mapped_switch_in_jit])
 def test_branches_that_vmap_maps(fn):
-    firsts, text = np.arange(4) > 1, r"under jax.vmap, got (cond|switch)\(<lambda>\)/matmul:0"
+    firsts, text = np.arange(4) > 1, r"jax.vmap, got (cond|switch)\(<lambda>\)/matmul:0"
     plan = PtqProvider([RULE], strict=True).plan(fn, PARAMS, X, firsts)
     with pytest.raises(QuantizationError, match=text):
         plan.calibrate(PARAMS, [(X, firsts)])

@@ -18,11 +18,12 @@ import numpy as np
 
 import quant_numerics as qn
 from provider_xla import QuantizationWarning
-from provider_xla.file_formats import Names, StoreError, atomic_write, require_extra
+from provider_xla.file_formats import StoreError, atomic_write, require_extra
 
 from . import blocks
 from .affine import AffineWeight
 from .blocks import BlockType, Groups
+from .float_files import Names
 from .names import Targets, load_tree, tensors_of
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")

@@ -11,17 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from provider_xla.file_formats import (
-    Names,
-    StoreError,
-    is_stored,
-    leaf_of,
-    named_leaves,
-    source_of,
-    with_leaves,
-)
+from provider_xla.file_formats import StoreError, is_stored, named_leaves, with_leaves
 
 from .affine import AffineWeight
+from .float_files import Names, leaf_of, source_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,11 @@ from provider_xla_cache import CachePlan as CachePlan
 from provider_xla_cache import CacheRule as CacheRule
 from provider_xla_formats import AffineWeight as AffineWeight
 from provider_xla_formats import GgufFile as GgufFile
+from provider_xla_formats import Source as Source
 from provider_xla_formats import Target as Target
 from provider_xla_formats import load_gguf as load_gguf
 from provider_xla_formats import load_huggingface as load_huggingface
+from provider_xla_formats import quantize_file as quantize_file
 from provider_xla_formats import read_gguf_metadata as read_gguf_metadata
 from provider_xla_formats import rules_of as rules_of
 from provider_xla_formats import save_compressed_tensors as save_compressed_tensors
@@ -63,9 +65,7 @@ from .providers.provider import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
-from .store.float_files import Source as Source
 from .store.manifest import Manifest as Manifest
-from .store.quantize_file import quantize_file as quantize_file
 from .store.save import load as load
 from .store.save import load_extra as load_extra
 from .store.save import read_manifest as read_manifest

@@ -7,13 +7,14 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from interception_core import JaxtapError, UnknownNameError, get_feature
+from interception_core import JaxtapError, UnknownNameError, find_bridge, get_feature
 
 PACKAGES = {
     "provider_xla_cache": "cache",
     "provider_xla_formats": "gguf",
     "provider_xla_fused": "fused",
     "provider_xla_lora": "lora",
+    "provider_xla_models": "models",
     "provider_xla_passes": "passes",
     "provider_xla_report": "report",
     "provider_xla_serve": "export",
@@ -50,7 +51,7 @@ class MissingExtraError(JaxtapError, ImportError):
     """A library that one of the package's extras brings is not installed."""
 
 
-def require(module: str, extra: str) -> Any:
+def require_extra(module: str, extra: str) -> Any:
     """Import a module of an extra.
 
     Raises:
@@ -96,12 +97,37 @@ def explained(what: str, error: ModuleNotFoundError) -> ImportError:
     return error
 
 
-def missing(what: str, package: str) -> MissingExtraError:
-    """Return the error of a name that a package of ``PACKAGES`` brings, which is missing."""
+def missing(what: str, package: str, extra: str | None = None) -> MissingExtraError:
+    """Return the error of what a package of ``PACKAGES`` brings, which is missing."""
     return MissingExtraError(
         f"{what} is of {package.replace('_', '-')}, which is missing: run pip install "
-        f"'provider-xla[{PACKAGES[package]}]'"
+        f"'provider-xla[{extra or PACKAGES[package]}]'"
     )
+
+
+_FRAMEWORKS = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "equinox"}
+"""The extras that bring bridges, by the modules of frameworks."""
+
+
+def bridge_of(model: Any) -> Any:
+    """Return the bridge of a model object.
+
+    Raises:
+        MissingExtraError: the package that has it is not installed.
+        UnknownNameError: no plugin has one.
+        PluginError: as ``interception_core.find_bridge``.
+    """
+    try:
+        return find_bridge(model)
+    except UnknownNameError as error:
+        package = "provider_xla_models"
+        if importlib.util.find_spec(package) is not None:
+            raise
+        for framework, extra in _FRAMEWORKS.items():
+            if any(f"{cls.__module__}.".startswith(f"{framework}.") for cls in type(model).__mro__):
+                what = f"the bridge of {framework}"
+                raise missing(what, package, extra) from error
+        raise
 
 
 def install_form(kind: str) -> str:

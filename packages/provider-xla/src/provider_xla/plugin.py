@@ -1,11 +1,6 @@
 """What provider-xla declares to jaxtap. Must not import jax."""
 
-from interception_core import (
-    BridgeSpec,
-    CommandSpec,
-    ProviderSpec,
-    hookimpl,
-)
+from interception_core import CommandSpec, ProviderSpec, hookimpl
 
 API = (1, 7)
 
@@ -28,34 +23,6 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 
 @hookimpl
-def jaxtap_register_bridges() -> list[BridgeSpec]:
-    """Return the adapters of the frameworks whose model objects can be quantized."""
-    return [
-        BridgeSpec(
-            name="nnx",
-            summary="modules of Flax NNX",
-            factory="provider_xla.bridges.nnx:NnxBridge",
-            model="flax.nnx:Module",
-            install="provider-xla[nnx]",
-        ),
-        BridgeSpec(
-            name="linen",
-            summary="modules of Flax Linen",
-            factory="provider_xla.bridges.linen:LinenBridge",
-            model="flax.linen:Module",
-            install="provider-xla[linen]",
-        ),
-        BridgeSpec(
-            name="equinox",
-            summary="modules of Equinox",
-            factory="provider_xla.bridges.equinox:EquinoxBridge",
-            model="equinox:Module",
-            install="provider-xla[equinox]",
-        ),
-    ]
-
-
-@hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
     """Return the commands for plans."""
     return [
@@ -64,12 +31,6 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="print what quantization rules do to a JAX function; nothing is run",
             run="provider_xla.cli.command:run_plan",
             configure="provider_xla.cli.command:configure_plan",
-        ),
-        CommandSpec(
-            name="quantize",
-            summary="quantize the parameters in a file by the plan of a JAX function",
-            run="provider_xla.cli.command:run_quantize",
-            configure="provider_xla.cli.command:configure_quantize",
         ),
         CommandSpec(
             name="explain",

@@ -12,7 +12,7 @@ import pytest
 
 import provider_xla as xla
 from jaxtap_testkit.processes import run_python
-from provider_xla.store.files import appearing
+from provider_xla.store.files import atomic_write
 
 KINDS = ["a.safetensors", "folder"]
 
@@ -29,7 +29,7 @@ def test_one_of_many_writers_wins(tmp_path, name):
 
     def write(number):
         try:
-            with appearing(path, overwrite=False) as new:
+            with atomic_write(path, overwrite=False) as new:
                 if name == "folder":
                     new.mkdir()
                     (new / "data").write_bytes(bytes([number]))
@@ -55,8 +55,8 @@ def test_one_of_many_writers_wins(tmp_path, name):
 KILLED = """
 import sys, time
 from pathlib import Path
-from provider_xla.store.files import appearing
-with appearing(Path(sys.argv[1]), overwrite=True) as new:
+from provider_xla.store.files import atomic_write
+with atomic_write(Path(sys.argv[1]), overwrite=True) as new:
     new.mkdir() if sys.argv[2] == "folder" else new.write_bytes(bytes(1000))
     print("writing", flush=True)
     time.sleep(600)

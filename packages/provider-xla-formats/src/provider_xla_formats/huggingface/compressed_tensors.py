@@ -13,10 +13,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import quant_numerics as qn
-from provider_xla.file_formats import DTYPES, SINGLE, StoreError, atomic_write, write_tensors
+from provider_xla.file_formats import DTYPES, StoreError, atomic_write, write_tensors
 
 from ..affine import AffineWeight
 from ..blocks import as_float4, from_float4, nibbles, whole_bytes
+from ..float_files import SINGLE
 from ..names import Targets, tensors_of
 from .method import CONFIG, KEYS, Method, check_scales, grouped, pack_words, unpack_words
 from .scheme import (

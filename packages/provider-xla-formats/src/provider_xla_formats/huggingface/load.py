@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from provider_xla import QuantizationWarning
-from provider_xla.file_formats import Names, StoreError
+from provider_xla.file_formats import StoreError
 
+from ..float_files import Names
 from ..names import load_tree
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors

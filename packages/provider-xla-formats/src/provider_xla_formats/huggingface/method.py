@@ -14,7 +14,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import quant_numerics as qn
-from provider_xla.file_formats import INDEX, SINGLE, StoreError, TensorFiles
+from provider_xla.file_formats import StoreError
+
+from ..float_files import INDEX, SINGLE, TensorFiles
 
 CONFIG = "config.json"
 KEYS = ("quantization_config", "compression_config")

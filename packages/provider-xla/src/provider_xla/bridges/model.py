@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from interception_core import Provider, ProviderPlan, StorablePlan, find_bridge, hides_frames
+from interception_core import Provider, ProviderPlan, StorablePlan, hides_frames
 
 from ..errors import QuantizationError, StoreError, check_has
-from ..extras import feature
+from ..extras import bridge_of, feature
 from ..forms import restored
 from ..program.arrays import as_batch, takes_any
 from ..providers.given import provider_of
@@ -235,7 +235,7 @@ def model_plan(model: Any) -> ProviderPlan | None:
     Raises:
         QuantizationError: the model is not quantized.
     """
-    quantized = find_bridge(model).quantized(model)
+    quantized = bridge_of(model).quantized(model)
     if quantized is None:
         raise QuantizationError(
             f"This {type(model).__name__} is not quantized. Pass what quantize_model returned."
@@ -257,7 +257,7 @@ def merge_model(model: Any) -> Any:
         QuantizationError: the model is not quantized, holds no parameters, or holds only the
             derived weights of one.
     """
-    bridge = find_bridge(model)
+    bridge = bridge_of(model)
     quantized = bridge.quantized(model)
     parameters = bridge.parameters(model)
     if quantized is None or parameters is None:
@@ -303,7 +303,7 @@ def planned(
             "plan = provider.plan(fn, params, *inputs), or jaxtap.plan(fn, params, *inputs, "
             "rules=...); then plan.quantize(params) and plan.apply()."
         )
-    bridge = find_bridge(model)
+    bridge = bridge_of(model)
     argnum = getattr(provider, "params_argnum", 0)
     if argnum != 0:
         raise QuantizationError(
@@ -376,7 +376,7 @@ def save_model(
         StoreError: see ``save``.
         UnknownNameError: there is no bridge for such a model.
     """
-    bridge = find_bridge(model)
+    bridge = bridge_of(model)
     quantized = bridge.quantized(model)
     parameters = _parameters(bridge, model)
     beside = {"rest": bridge.rest(model)}
@@ -409,7 +409,7 @@ def load_model(
         QuantizationError: the model holds no parameters.
         UnknownNameError: there is no bridge for such a model.
     """
-    bridge = find_bridge(model)
+    bridge = bridge_of(model)
     quantized = bridge.quantized(model)
     template = _parameters(bridge, model)
     options = {"sharding": sharding, "prepack": prepack}

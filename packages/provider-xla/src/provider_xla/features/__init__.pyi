@@ -1,6 +1,8 @@
 """The names, and the modules that they are from."""
 
 # Model objects.
+from ..bridges.bridge import holds_kept as holds_kept
+from ..bridges.bridge import keeps_floats as keeps_floats
 from ..bridges.bridge import path_of as path_of
 
 # Adapters.

@@ -17,7 +17,7 @@ import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Convolution
 
-from .matmul import NOTHING, Added, Between, NoKernel, check_activations
+from .matmul import NOTHING, Added, Between, NoKernel, Product, check_activations
 from .phases import Axis, Phases, axis_of, interleaved, phases_of
 
 
@@ -170,22 +170,12 @@ def conv_op_of(how: qn.HowToQuantize | None, is_static: bool, packed: Any) -> st
     return op
 
 
-def convolve(
-    contraction: Convolution,
-    how: qn.HowToQuantize | None,
-    scale: jax.Array | None,
-    x: jax.Array,
-    weight: Any,
-    side: int,
-    dtype: np.dtype,
-    added: Added,
-    between: Between,
-) -> jax.Array:
-    """Return a convolution with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
+def convolve(asked: Product, added: Added, between: Between) -> jax.Array:
+    """Return a convolution by a kernel's op, or raise NoKernel.
 
-    ``scale`` is the static scale of ``x``, None if it has none. Results are int8 if ``between`` has
-    a scale for them.
+    Results are int8 if ``between`` has a scale for them.
     """
+    contraction, how, scale, x, weight, side, dtype = asked
     window = window_of(contraction, side, x.shape, weight.shape)
     if weight.gone:
         raise NoKernel("a convolution whose output channels a program maps")

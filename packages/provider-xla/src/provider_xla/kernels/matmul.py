@@ -337,21 +337,31 @@ def check_dtypes(contraction: Contraction, x: Any, dtype: Any) -> np.dtype:
     return jnp.dtype(out)
 
 
-def multiply(
-    contraction: Contraction,
-    how: qn.HowToQuantize | None,
-    scale: jax.Array | None,
-    x: jax.Array,
-    weight: Any,
-    side: int,
-    dtype: np.dtype,
-    rotation: Rotation | None,
-    added: Added,
-) -> jax.Array:
-    """Return a contraction with a ``PrepackedWeight``, read as a matmul, or raise NoKernel.
+class Product(NamedTuple):
+    """What a kernel is asked for: a contraction of a packed weight.
 
-    ``x`` is a float activation, quantized by ``how`` if given, by a static ``scale`` if given.
+    Attributes:
+        contraction: what to compute.
+        how: how the activation is quantized; None if it stays float.
+        scale: its static scale; None if it has none.
+        x: the activation, float.
+        weight: the ``PrepackedWeight``.
+        side: which operand that is.
+        dtype: of the result.
     """
+
+    contraction: Any
+    how: qn.HowToQuantize | None
+    scale: jax.Array | None
+    x: jax.Array
+    weight: Any
+    side: int
+    dtype: np.dtype
+
+
+def multiply(asked: Product, rotation: Rotation | None, added: Added) -> jax.Array:
+    """Return a contraction, read as a matmul, or raise NoKernel."""
+    contraction, how, scale, x, weight, side, dtype = asked
     layout = layout_of(contraction, side, x.shape, weight.shape)
     rank = len(weight.k_sizes)
     places = {part: axis for axis, part in enumerate(weight.order)}
@@ -406,17 +416,9 @@ def _check_rotation(rotation: Rotation, weight: Any) -> None:
         raise NoKernel("it was packed in another order than it was rotated in")
 
 
-def multiply_groups(
-    contraction: RaggedMatmul,
-    how: qn.HowToQuantize | None,
-    scale: jax.Array | None,
-    x: jax.Array,
-    weight: Any,
-    side: int,
-    dtype: np.dtype,
-    sizes: jax.Array,
-) -> jax.Array:
+def multiply_groups(asked: Product, sizes: jax.Array) -> jax.Array:
     """Return ``lax.ragged_dot`` with one packed weight per group of rows."""
+    contraction, how, scale, x, weight, side, dtype = asked
     check_groups(contraction, side)
     if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):
         raise NoKernel("groups along another axis than the first")

@@ -27,6 +27,7 @@ from .matmul import (
     Added,
     Between,
     NoKernel,
+    Product,
     Rotation,
     can_add,
     check_dtypes,
@@ -347,20 +348,20 @@ class PrepackedWeight(qn.StoredForm):
         symmetric = how is not None and calibration is not None and calibration.lower is None
         scale = qn.scale_of(calibration, how.qtype)[0].reshape(()) if symmetric else None  # type: ignore[arg-type, union-attr]
         has_zero_point = calibration is not None and scale is None
-        given = contraction, how, scale, x, self, side
         try:
             dtype = check_dtypes(contraction, x, self.dtype)
+            asked = Product(contraction, how, scale, x, self, side, dtype)
             if isinstance(contraction, RaggedMatmul) and self.phases is None:
                 if between.y_scale is not None:
                     return NotImplemented  # int8 results of rows in groups
-                return added.to(multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
+                return added.to(multiply_groups(asked, *extras))
             if self.lead or self.pieces:
                 return NotImplemented  # a stack, or packed in pieces for shard_map
             if isinstance(contraction, Convolution):
                 is_matmul = contraction.is_pointwise(self.shape)
                 try:
                     if (self.windows or not is_matmul) and rotation is None and not has_zero_point:
-                        return convolve(*given, dtype, added, between)  # type: ignore[arg-type]
+                        return convolve(asked, added, between)
                 except NoKernel:  # of a program that the plan is not for
                     if not is_matmul:
                         raise
@@ -368,7 +369,7 @@ class PrepackedWeight(qn.StoredForm):
                 return NotImplemented  # packed for a transposed convolution
             if between.y_scale is not None:
                 return NotImplemented  # int8 results of a matmul
-            return multiply(*given, dtype, rotation, added)
+            return multiply(asked, rotation, added)
         except NoKernel:
             return NotImplemented
 

@@ -444,9 +444,11 @@ def make_plan(
     given = {path: leaf for path, leaf in found.items() if is_array(leaf)}
     leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
     abstract = rebuilt(params_tree, [*{**found, **leaves}.values()])
+    # One abstract run finds the operations, and what each asks of its parameters.
     survey = Survey(rules, leaves)
     survey.look_at(engine, argnum, fn, params, args, kwargs)
 
+    # What is stored for a parameter must serve all of its uses.
     weights = survey.weights()
     if scale_dtypes is None:
         weights = {path: survey.with_scales(weight, given.get(path))
@@ -467,6 +469,7 @@ def make_plan(
         adapters = survey.adapters.plans({record.op_id for record in records})
         _check_engine(engine, [*adapters])
         records = [_adapted(record, adapters) for record in records]
+    # What people should know: rules without effect, and that nothing is stored.
     deciding = {record.rule for record in records}
     unused = [i for i in range(len(rules.rules)) if i not in deciding]
     survey.problems += (explain.why_unused(i, rules, records, [*leaves]) for i in unused)

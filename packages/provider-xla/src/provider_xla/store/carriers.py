@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ SAFETENSORS = {
     "float64": "F64",
 }
 """The dtypes that are stored as they are, and the format's names for them."""
-NAMES = SAFETENSORS | {
+DTYPES = SAFETENSORS | {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0",
@@ -129,7 +130,7 @@ def layout(types: Mapping[str, tuple[np.dtype, Sequence[int]]]) -> dict[str, dic
         dtype, shape = types[name]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {
-            "dtype": NAMES[dtype.name],
+            "dtype": DTYPES[dtype.name],
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
@@ -145,3 +146,13 @@ def header(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> bytes:
 def raw(array: np.ndarray) -> memoryview:
     """Return the bytes of an array."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file for other libraries, with every dtype of ``DTYPES``."""
+    entries = layout({name: (array.dtype, array.shape) for name, array in tensors.items()})
+    text = header({"format": "pt"}, entries)  # what transformers asks for
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in entries:
+            file.write(raw(tensors[name]))

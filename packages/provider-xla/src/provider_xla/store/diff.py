@@ -13,7 +13,7 @@ from hijax_trace import Carrier
 
 from ..errors import PlanDiff
 from .forms import of_today, rule_json, take_apart
-from .tree import Leaf, describe
+from .tree import Leaf, named_leaves
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -26,7 +26,7 @@ Facts = Mapping[str, Any]
 
 def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: Plan) -> PlanDiff:
     """Return what differs between the parameters of a file and a plan's."""
-    _, leaves = describe(plan.params)
+    _, leaves = named_leaves(plan.params)
     planned = {leaf.name: of_plan(plan, leaf) for leaf in leaves}
     differ = []
     if rules is not None:

@@ -52,7 +52,7 @@ def _remove(path: Path, lock: Path) -> None:
 
 
 @contextlib.contextmanager
-def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
+def atomic_write(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success.
 
     An existing file is replaced in one step; an existing folder is moved away first, in another

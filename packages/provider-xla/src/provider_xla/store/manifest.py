@@ -35,7 +35,7 @@ from .schema import (
     is_intact,
     read_json,
 )
-from .tree import describe, indices, unique
+from .tree import indices, named_leaves, unique
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -63,15 +63,6 @@ def check_storable(plan: Any, call: str) -> None:
         f"plan must have manifest() and stored_types(), got a {type(plan).__name__} without. Add "
         f"them (interception_core.StorablePlan), or {instead}."
     )
-
-
-def check_ours(plan: Any, call: str) -> None:
-    """Raise StoreError unless a plan is provider-xla's."""
-    if not is_ours(plan):
-        raise StoreError(
-            f"{call} needs a plan of provider-xla, got a {type(plan).__name__}. Save what "
-            "plan.quantize returns instead."
-        )
 
 
 def manifest_of(plan: StorablePlan) -> dict[str, Any]:
@@ -186,7 +177,7 @@ class Manifest(Object, frozen=True):
         if is_ours(plan):
             rules = None if self.plan is None else self.plan.get("rules", ())
             return compare(self.facts(), rules, plan)
-        _, leaves = describe(plan.stored_types())
+        _, leaves = named_leaves(plan.stored_types())
         found = compare_template(self.facts(), leaves)
         if self.plan is None:
             return found
@@ -367,7 +358,7 @@ def plan_json(plan: Any) -> dict[str, Any]:
     """
     if not is_ours(plan):
         return manifest_of(plan)
-    _, leaves = describe(plan.params)
+    _, leaves = named_leaves(plan.params)
     names = {plan.prefix + leaf.path: leaf.name for leaf in leaves}
     weights = {}
     for path, weight in plan.weights.items():

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import field
 
 from ..errors import StoreError, damaged
-from ..extras import require
+from ..extras import require_extra
 from .manifest import Manifest, Opened, read_sealed
 from .placing import Placement
 from .schema import BLANK, FIELD, Object, canonical, seal
@@ -30,7 +30,7 @@ _WIDER = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
 
 def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
     """Write a checkpoint to a folder that doesn't exist."""
-    ocp = require("orbax.checkpoint", "orbax")
+    ocp = require_extra("orbax.checkpoint", "orbax")
     # Orbax can't store arrays of size 0: the manifest, which has their shapes, is enough.
     arrays = {name: _widened(array) for name, array in tensors.items() if array.size}
     if arrays:
@@ -79,7 +79,7 @@ class Reader(Opened):
 
     def read(self, placements: Mapping[str, Placement]) -> Callable[[str], Any]:
         """Return what reads tensors; see ``Opened``."""
-        ocp = require("orbax.checkpoint", "orbax")
+        ocp = require_extra("orbax.checkpoint", "orbax")
         wanted, how, result = {}, {}, {}
         for name, placement in placements.items():
             dtype, shape = self.manifest.tensors[name]

@@ -14,7 +14,7 @@ from ..errors import StoreError
 from ..program.arrays import followed
 from .forms import CARRIER, part_of
 from .schema import StoredLeaf
-from .tree import Leaf, describe, is_whole
+from .tree import Leaf, is_whole, named_leaves
 
 Shardings = Callable[[StoredLeaf, str, Sequence[int]], Sharding | None]
 """Returns the sharding of a part of a leaf of this shape; None for JAX's default device, to
@@ -115,7 +115,7 @@ def shardings_of(given: Any, names: Sequence[str]) -> Shardings:
             return None if found is None else derived(found, leaf, part, shape)
 
         return called
-    _, found = describe(given, root="")
+    _, found = named_leaves(given, root="")
     for at in found:
         if not any(_is_within(name, at) for name in names):
             raise StoreError(
@@ -123,6 +123,22 @@ def shardings_of(given: Any, names: Sequence[str]) -> Shardings:
                 f"{', '.join(names)}."
             )
     return lambda leaf, part, shape: _of_tree(found, leaf, part, shape)
+
+
+def placer(given: Any, names: Sequence[str]) -> Callable[[str, np.ndarray], jax.Array]:
+    """Return a function that puts a float parameter of a name where ``sharding`` of ``load`` says.
+
+    Raises:
+        StoreError: as ``shardings_of``.
+    """
+    shardings = shardings_of(given, names)
+
+    def put(name: str, array: np.ndarray) -> jax.Array:
+        about = {"shape": list(array.shape), "dtype": array.dtype.name}
+        leaf = StoredLeaf(kind="array", about=about, name=name, tensors={"": name})
+        return Placement(name, shardings(leaf, "", array.shape)).put(array)
+
+    return put
 
 
 def _is_within(name: str, at: Leaf) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import StoreError, damaged
-from ..extras import require
+from ..extras import require_extra
 from .carriers import carrier, decode, encode, header, layout, raw
 from .manifest import Manifest, Opened, reading
 from .schema import BLANK, FIELD, canonical, check, is_intact, read_json, seal
@@ -92,7 +92,7 @@ class Reader(Opened):
     """
 
     def __init__(self, path: Path):
-        safetensors = require("safetensors", "safetensors")
+        safetensors = require_extra("safetensors", "safetensors")
         self._path = path
         text = _read_header(path)
         with reading(path, "its header"):
@@ -122,7 +122,7 @@ class Reader(Opened):
         Raises:
             StoreError: its bytes are not those that were written.
         """
-        safetensors = require("safetensors", "safetensors")
+        safetensors = require_extra("safetensors", "safetensors")
         try:
             array = self._file.get_tensor(name)
         except (safetensors.SafetensorError, OSError) as error:

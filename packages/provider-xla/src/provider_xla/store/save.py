@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,14 +18,14 @@ from ..plan.quantize import prepacked
 from ..plan.weight import Granularity
 from . import orbax, safetensors, shards
 from .diff import compare_template
-from .files import appearing
+from .files import atomic_write
 from .forms import Form, put_together, take_apart
 from .manifest import Manifest, Opened, build, check_storable, is_ours
 from .placing import find_placements, shardings_of
 from .safetensors import Writer
 from .schema import Tree
 from .shards import appearing_in_all, file_name, own_pieces, step, write_index, write_pieces
-from .tree import Leaf, describe, fill, is_whole, rebuild
+from .tree import Leaf, is_whole, named_leaves, rebuild, with_leaves
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -86,7 +86,7 @@ def save(
             f"{spread[0]} is spread over several processes, which {kind} can't save. Call save in "
             "all of them with a folder and format='shards'."
         )
-    structure, leaves = describe(params)
+    structure, leaves = named_leaves(params)
     granularities, derived = plan_granularities(plan) if is_ours(plan) else ({}, {})
     forms = [
         (at.name, take_apart(at.name, at.value, granularities.get(at.name), derived))
@@ -94,7 +94,7 @@ def save(
     ]
     beside = None
     if extra is not None:
-        extra_structure, extra_leaves = describe(extra, root="extra")
+        extra_structure, extra_leaves = named_leaves(extra, root="extra")
         extras = [(at.name, take_apart(f"extra.{at.name}", at.value)) for at in extra_leaves]
         beside = extra_structure, extras
     manifest, tensors = build((structure, forms), beside, plan)
@@ -109,7 +109,7 @@ def save(
     if kind == "shards":
         _write_shards(path, manifest, tensors, overwrite)
         return
-    with appearing(path, overwrite) as new:
+    with atomic_write(path, overwrite) as new:
         if kind == "orbax":
             orbax.write(new, manifest, dict(arrays_of(tensors)))
         else:
@@ -117,6 +117,41 @@ def save(
                 for name, array in arrays_of(tensors):
                     writer.write(name, array)
                 writer.finish()
+
+
+def save_each(
+    path: str | os.PathLike[str],
+    types: Any,
+    values: Iterable[Any],
+    plan: Plan,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Save parameters that are made one after the other to a safetensors file, keeping none.
+
+    Args:
+        path: path of the file.
+        types: the tree of what a plan stores, unpacked, with types for arrays:
+            ``plan.quantized_types(params, prepack=False)``.
+        values: what is stored for each of its leaves, in JAX's order; each is written before the
+            next one is asked for.
+        plan: the plan.
+        overwrite: whether to replace what is there.
+
+    Raises:
+        StoreError: as ``save``. Nothing is written then, nor where ``values`` raises an error.
+    """
+    structure, leaves = named_leaves(types)
+    forms = [(at.name, take_apart(at.name, at.value)) for at in leaves]
+    manifest, _ = build((structure, forms), None, plan)
+    with atomic_write(Path(path), overwrite) as new, Writer(new, manifest) as writer:
+        for leaf, value in zip(manifest.params.leaves, values, strict=True):
+            if leaf.tensors:
+                form = take_apart(leaf.name, value)
+                assert form.arrays is not None
+                for part, array in form.arrays().items():
+                    writer.write(leaf.tensors[part], array)
+        writer.finish()
 
 
 def _spread(tree: Any) -> list[str]:
@@ -167,7 +202,7 @@ def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Gr
 
     The latter are by the key of their expression.
     """
-    _, leaves = describe(plan.params)
+    _, leaves = named_leaves(plan.params)
     found = {at.name: plan.weights.get(plan.prefix + at.path) for at in leaves}
     derived = {key: weight.granularity for key, weight in plan.derived.items()}
     own = {name: weight.granularity for name, weight in found.items() if weight is not None}
@@ -243,7 +278,7 @@ def load(
             template = _with_adapters(plan, manifest)
         elif template is None and isinstance(plan, StorablePlan):
             template = plan.stored_types()
-        leaves = None if template is None else describe(template)[1]
+        leaves = None if template is None else named_leaves(template)[1]
         if leaves is not None:
             _check_template(path, manifest, leaves)
         values = _read(path, reader, manifest.params, sharding, leaves)
@@ -255,7 +290,7 @@ def load(
     if leaves is None:
         return rebuild(manifest.params.structure, values)
     by_name = {at.name: value for at, value in zip(manifest.params.leaves, values, strict=True)}
-    return fill(template, [by_name[leaf.name] for leaf in leaves])
+    return with_leaves(template, [by_name[leaf.name] for leaf in leaves])
 
 
 def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: Any = None) -> Any:
@@ -268,7 +303,7 @@ def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: 
         manifest = reader.manifest
         if manifest.extra is None:
             return None
-        leaves = None if template is None else describe(template, root="extra")[1]
+        leaves = None if template is None else named_leaves(template, root="extra")[1]
         names = {leaf.name for leaf in manifest.extra.leaves}
         if leaves is not None and (wrong := names ^ {leaf.name for leaf in leaves}):
             raise StoreError(
@@ -279,7 +314,7 @@ def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: 
         if leaves is None:
             return rebuild(manifest.extra.structure, values)
         by_name = {at.name: value for at, value in zip(manifest.extra.leaves, values, strict=True)}
-        return fill(template, [by_name[leaf.name] for leaf in leaves])
+        return with_leaves(template, [by_name[leaf.name] for leaf in leaves])
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -301,7 +336,7 @@ def _open(path: Path) -> Opened:
 
 
 def _planned(plan: Plan) -> list[Leaf]:
-    return describe(plan.params)[1]
+    return named_leaves(plan.params)[1]
 
 
 def _with_adapters(plan: Plan, manifest: Manifest) -> Any:
@@ -316,7 +351,7 @@ def _with_adapters(plan: Plan, manifest: Manifest) -> Any:
         arrays = {name: jax.ShapeDtypeStruct(shape, adapter.dtype)
                   for name, shape in adapter.shapes.items()}  # fmt: skip
         found.append(AdaptedWeight(leaf.value, arrays, adapter.form))
-    return fill(plan.params, found)
+    return with_leaves(plan.params, found)
 
 
 def _check_plan(path: Path, manifest: Manifest, plan: Plan | StorablePlan) -> None:

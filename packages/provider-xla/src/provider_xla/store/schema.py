@@ -109,7 +109,7 @@ _Key = str | int | float | bool | _TupleKey
 
 
 class _Node(Object, frozen=True):
-    """A tree node, of one of four kinds: see ``tree.describe``."""
+    """A tree node, of one of four kinds: see ``tree.named_leaves``."""
 
     entries: list[tuple[_Key, _Structure]] | UnsetType = field(default=UNSET, name="dict")
     items: list[_Structure] | UnsetType = field(default=UNSET, name="list")
@@ -265,7 +265,7 @@ class StoredLeaf(_Form, frozen=True):
 
 
 class Tree(Object, frozen=True):
-    """A tree in a file: its structure (see ``describe``) and its leaves."""
+    """A tree in a file: its structure (see ``named_leaves``) and its leaves."""
 
     structure: Any
     leaves: tuple[StoredLeaf, ...]

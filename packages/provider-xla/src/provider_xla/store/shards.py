@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from msgspec import field
 
 from ..errors import StoreError, damaged
-from .files import appearing
+from .files import atomic_write
 from .manifest import Manifest, Opened, read_sealed
 from .placing import Placement
 from .safetensors import Reader as File
@@ -260,14 +260,14 @@ def step(what: str, run: Callable[[], Any]) -> list[Any]:
 def appearing_in_all(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield one folder to all processes, which replaces ``path`` at the end.
 
-    Process 0 makes the folder; see ``appearing``.
+    Process 0 makes the folder; see ``atomic_write``.
     """
     with contextlib.ExitStack() as stack:
 
         def begin() -> str | None:
             if jax.process_index():
                 return None
-            new = stack.enter_context(appearing(path, overwrite))
+            new = stack.enter_context(atomic_write(path, overwrite))
             new.mkdir()
             return str(new)
 

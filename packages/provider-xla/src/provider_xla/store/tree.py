@@ -28,7 +28,7 @@ def is_whole(node: Any) -> bool:
     return is_stored(node) or isinstance(node, qn.Calibration | qn.Statistics)
 
 
-def describe(
+def named_leaves(
     tree: Any, root: str = "params", is_leaf: Callable[[Any], bool] = is_whole
 ) -> tuple[Any, list[Leaf]]:
     """Return the structure of a tree, and its leaves in JAX's order.
@@ -82,7 +82,7 @@ def indices(structure: Any) -> list[int]:
     """Return the indices of the leaves that a structure has.
 
     Raises:
-        ValueError: it is not a structure; see ``describe``.
+        ValueError: it is not a structure; see ``named_leaves``.
     """
     if structure is None:
         return []
@@ -110,8 +110,8 @@ def rebuild(structure: Any, leaves: Sequence[Any]) -> Any:
     return {_key(key): rebuild(child, leaves) for key, child in pairs}
 
 
-def fill(tree: Any, values: Sequence[Any]) -> Any:
-    """Return ``tree`` with other leaves, those of ``describe`` in order."""
+def with_leaves(tree: Any, values: Sequence[Any]) -> Any:
+    """Return ``tree`` with other leaves, those of ``named_leaves`` in order."""
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), values)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,23 +11,14 @@ import jax
 import numpy as np
 
 from interception_core.log import progress
+from provider_xla import StoreError, save
+from provider_xla.features import carried, is_array, prepacked, quantize_leaf
+from provider_xla.file_formats import Leaf, named_leaves, placer, save_each, with_leaves
 
-from ..errors import StoreError
-from ..plan.quantize import carried, prepacked
-from ..plan.weight import WeightPlan, quantize_leaf
-from ..program.arrays import is_array
-from .files import appearing
 from .float_files import Names, Source, TensorFiles, leaf_of, source_of
-from .forms import Form, take_apart
-from .manifest import build, check_ours
-from .placing import Placement, shardings_of
-from .safetensors import Writer
-from .save import format_of, save
-from .schema import StoredLeaf
-from .tree import Leaf, describe, fill
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from provider_xla import Plan, WeightPlan
 
 
 def quantize_file(
@@ -73,16 +63,21 @@ def quantize_file(
             dtype of scales does not hold.
         MissingExtraError: safetensors is not installed: ``provider-xla[safetensors]``.
     """
-    check_ours(plan, "quantize_file")
+    if not hasattr(plan, "weights") or not hasattr(plan, "absorbed"):
+        raise StoreError(
+            f"quantize_file needs a plan of provider-xla, got a {type(plan).__name__}. Save what "
+            "plan.quantize returns instead."
+        )
     parameters = _Parameters(plan, source, names, sharding)
+    target = None if target is None else Path(target)
+    if target is not None and target.suffix == ".safetensors":
+        types = plan.quantized_types(plan.params, prepack=False)
+        save_each(target, types, parameters.each(prepack=False), plan, overwrite=overwrite)
+        return None
+    stored = with_leaves(plan.params, list(parameters.each(prepack and target is None)))
     if target is None:
-        return fill(plan.params, [parameters.get(leaf, prepack) for leaf in parameters.each()])
-    target = Path(target)
-    if format_of(target, None) == "orbax":
-        stored = [parameters.get(leaf, False) for leaf in parameters.each()]
-        save(target, fill(plan.params, stored), plan, overwrite=overwrite)
-    else:
-        parameters.write(target, overwrite)
+        return stored
+    save(target, stored, plan, overwrite=overwrite)
     return None
 
 
@@ -95,9 +90,9 @@ class _Parameters:
 
     def __init__(self, plan: Plan, source: Any, names: Names, sharding: Any):
         self._plan, self._where, self._files = plan, source, TensorFiles(source)
-        self.structure, self.leaves = describe(plan.params)
+        _, self.leaves = named_leaves(plan.params)
         known = [leaf.name for leaf in self.leaves]
-        self._shardings = shardings_of(sharding, known)
+        self._put = placer(sharding, known)
         if names is not None and not callable(names) and (wrong := names.keys() - set(known)):
             raise StoreError(
                 f"names has {', '.join(sorted(wrong))}, and the plan has no such parameter: it has "
@@ -107,17 +102,17 @@ class _Parameters:
             leaf.name: source_of(names, leaf.name) for leaf in self.leaves if is_array(leaf.value)
         }
 
-    def each(self) -> Iterator[Leaf]:
-        """Yield the parameters in order, with a progress bar of their bytes."""
+    def each(self, prepack: bool) -> Iterator[Any]:
+        """Yield what is stored for each parameter in order, with a progress bar of their bytes."""
         total = sum(getattr(leaf.value, "nbytes", 0) for leaf in self.leaves)
         # Gone at the end where a caller with several files has a bar.
         how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": None}
         with progress(total=total, **how) as bar:
             for leaf in self.leaves:
-                yield leaf
+                yield self._get(leaf, prepack)
                 bar.update(getattr(leaf.value, "nbytes", 0))
 
-    def get(self, leaf: Leaf, prepack: bool) -> Any:
+    def _get(self, leaf: Leaf, prepack: bool) -> Any:
         """Return a parameter, quantized if planned; other values from the plan."""
         if leaf.name not in self._sources:
             return leaf.value
@@ -141,40 +136,10 @@ class _Parameters:
         files, source = self._files, self._sources[leaf.name]
         array = leaf_of(self._where, files, files.read_float, leaf, source)
         array = np.ascontiguousarray(array).reshape(array.shape)  # it gives a scalar an axis
-        about = {"shape": list(array.shape), "dtype": array.dtype.name}
-        stored = StoredLeaf(kind="array", about=about, name=leaf.name, tensors={"": leaf.name})
-        sharding = self._shardings(stored, "", array.shape)
-        return Placement(leaf.name, sharding).put(array)
+        return self._put(leaf.name, array)
 
     def _inputs(self, weight: WeightPlan) -> dict[str, jax.Array]:
         """Return the parameters that a derived weight is computed from."""
         assert weight.derived is not None
         by_path = {self._plan.prefix + leaf.path: leaf for leaf in self.leaves}
         return {path: self._array(by_path[path]) for path in weight.derived.leaves}
-
-    def write(self, target: Path, overwrite: bool) -> None:
-        """Write all to a safetensors file, one after the other."""
-        forms = [(leaf.name, self._form(leaf)) for leaf in self.leaves]
-        manifest, _ = build((self.structure, forms), None, self._plan)
-        with contextlib.ExitStack() as stack:
-            new = stack.enter_context(appearing(target, overwrite))
-            writer = stack.enter_context(Writer(new, manifest))
-            for leaf, stored in zip(self.each(), manifest.params.leaves, strict=True):
-                if not stored.tensors:
-                    continue
-                form = take_apart(leaf.name, self.get(leaf, False))
-                assert form.arrays is not None
-                for part, array in form.arrays().items():
-                    writer.write(stored.tensors[part], array)
-                del form
-            writer.finish()
-
-    def _form(self, leaf: Leaf) -> Form:
-        """Return the form that a parameter will have."""
-        plan, path = self._plan, self._plan.prefix + leaf.path
-        types = {one.path: jax.eval_shape(one.quantized, one.abstract())
-                 for one in plan.weights.values()}  # fmt: skip
-        stored = types.get(path, leaf.value)
-        if leaf.name in self._sources:
-            stored = carried(plan, path, leaf.value, stored, types)
-        return take_apart(leaf.name, stored)

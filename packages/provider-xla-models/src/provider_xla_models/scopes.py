@@ -18,13 +18,14 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from hijax_trace import OutsideError
-from interception_core import hides_frames
+from interception_core import hide_frames, hides_frames
+from provider_xla import QuantizationError, Quantized
 
-from ..errors import QuantizationError
-from .bridge import Quantized
+hide_frames(Path(__file__).parent)
 
 MARK = "jaxtap_original"
 """The attribute of a subclass that holds the original class."""

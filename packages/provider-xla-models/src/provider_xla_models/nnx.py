@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..forms import AdaptedWeight, is_adapted, is_kept
-from ..program.arrays import is_stored
-from .bridge import Bridge, Quantized, path_of
+from provider_xla import AdaptedWeight, Bridge, Quantized
+from provider_xla.features import is_adapted, is_kept, is_stored, path_of
+
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 
 _TAG = "jaxtap_tag"

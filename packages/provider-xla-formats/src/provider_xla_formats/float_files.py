@@ -14,10 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import StoreError
-from ..extras import require
-from ..program.arrays import is_stored
-from .carriers import NAMES, header, layout, raw
+from provider_xla.file_formats import DTYPES, StoreError, is_stored, require_extra
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,7 +25,7 @@ WIDER = {
 }
 """By dtype, those that hold every number of it."""
 
-_DTYPES = {short: name for name, short in NAMES.items()}
+_DTYPES = {short: name for name, short in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +132,7 @@ class TensorFiles(Mapping[str, Path]):
     """
 
     def __init__(self, source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]):
-        library = require("safetensors", "safetensors")
+        library = require_extra("safetensors", "safetensors")
         self._files: dict[str, Path] = {}
         self._headers: dict[Path, tuple[Mapping[str, Any], int]] = {}
         for path in files_of(source):
@@ -201,16 +198,6 @@ class TensorFiles(Mapping[str, Path]):
     def _entry(self, name: str) -> tuple[str, Sequence[int], tuple[int, int]]:
         entry = self._headers[self[name]][0][name]
         return entry["dtype"], entry["shape"], entry["data_offsets"]
-
-
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file for other libraries, with every dtype of ``NAMES``."""
-    entries = layout({name: (array.dtype, array.shape) for name, array in tensors.items()})
-    text = header({"format": "pt"}, entries)  # what transformers asks for
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in entries:
-            file.write(raw(tensors[name]))
 
 
 def files_of(source: Any) -> list[Path]:

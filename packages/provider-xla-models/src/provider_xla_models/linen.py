@@ -19,9 +19,9 @@ from jax.tree_util import DictKey
 
 from hijax_trace import OutsideError
 from interception_core import hides_frames
+from provider_xla import Bridge, Quantized
+from provider_xla.features import AdapterForm, holds_kept, is_adapted, is_kept, keeps_floats
 
-from ..forms import AdapterForm, is_adapted, is_kept
-from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 from .scopes import MARK, NotNamedError, Subclasses, is_ours, methods_of, reduced
 
 _FIELD = "jaxtap_quantized"

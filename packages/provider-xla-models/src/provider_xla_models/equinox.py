@@ -10,7 +10,9 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .bridge import Bridge, Quantized, path_of
+from provider_xla import Bridge, Quantized
+from provider_xla.features import path_of
+
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 
 _TAG = "jaxtap_tag"
