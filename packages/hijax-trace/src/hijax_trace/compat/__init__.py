@@ -164,6 +164,7 @@ from .trace import (
     more_inputs,
     parent_trace,
     producer,
+    release,
     set_current_trace,
     stage,
     staged_count,

@@ -158,6 +158,9 @@ class Joins:
             for user in reversed(users):  # cheaper than new reshapes
                 (result,) = compat.append(run.trace, user, [result], info)
             run.write(eqn.outvars, [result])
+            # The call is not made twice, and nothing else refers to its result.
+            for one in (*users, compat.producer(origin)[1]):
+                compat.release(run.trace, one)
             self._results.update(eqn.outvars)
             return True
         return False
