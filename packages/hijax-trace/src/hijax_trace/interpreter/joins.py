@@ -192,7 +192,9 @@ class Joins:
                 key = *key, *map(ids.index, ids)
             if key in self._known:
                 recipe = self._known[key]
-                return recipe and recipe.make(run.trace, given.__getitem__, info)[0]
+                if recipe is None:
+                    return None
+                return recipe.make(run.trace, [given[i] for i in recipe.used], info)[0]
         before = compat.staged_count(run.trace)
         result: Any = NotImplemented
         # Explicit shardings are of one shape.
