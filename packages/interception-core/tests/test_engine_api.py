@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import interception_core
@@ -171,3 +172,28 @@ def test_a_patch_is_around_those_of_every_engine():
     patched()
     assert seen[6:] == [True]
     assert jax.linear_transpose.__code__ is code
+
+
+def test_an_engine_is_asked_first_for_the_result_of_an_equal_call():
+    """Arguments are as they are given, and ``on_call`` is asked about the rest alone."""
+    asked = []
+
+    class Remembering(Outline):
+        def _on_call(self, handler, call, *args, **kwargs):
+            asked.append("on_call")
+            return super()._on_call(handler, call, *args, **kwargs)
+
+        def wrap(self, fn, interceptor):
+            taps = Taps(interceptor, on_call=self._on_call, again=self.again)
+            return lambda *args: taps.run(fn, args, {}, observer=self)
+
+        def again(self, observer, site, args, kwargs):
+            assert observer is self
+            assert site in Taps(looked_at).functions
+            asked.append(("again", len(args), kwargs))
+            return 2 * args[0] if kwargs else NotImplemented
+
+    looked_at = Interceptor({"jax.numpy.dot": let})
+    fn = Remembering().wrap(lambda x: jnp.dot(jnp.dot(x, x.T, precision=None), x.T), looked_at)
+    np.testing.assert_array_equal(fn(X), 2 * np.asarray(X) @ np.asarray(X).T)
+    assert asked == [("again", 2, {"precision": None}), ("again", 2, {}), "on_call"]

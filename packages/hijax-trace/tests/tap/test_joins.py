@@ -376,3 +376,20 @@ def test_the_call_that_made_an_operand():
     jax.jit(TraceEngine().wrap(fn, Interceptor({DOT: handler})))(X.reshape(6, 4), W, B)
     shapes = [(6, 4), (4, 4), (4,)]
     assert seen == [None, ("kernel", shapes), None, None, None]
+
+
+def test_a_joined_call_goes_from_the_trace():
+    """Unless something refers to its result, as a handler that may use it later."""
+
+    def calls_in(handler):
+        jaxpr = jax.make_jaxpr(tapped(lambda x, w, b: jnp.dot(x, w) + b + x, handler))(X[0], W, B)
+        return [len(eqn.invars) for eqn in jaxpr.eqns if eqn.params.get("name") == "kernel"]
+
+    kept = []
+
+    def keeping(call, x, w):
+        kept.append(KERNELS[0](x, w))
+        return kept[0]
+
+    assert calls_in(lambda call, x, w: KERNELS[0](x, w)) == [4]
+    assert calls_in(keeping) == [2, 4]

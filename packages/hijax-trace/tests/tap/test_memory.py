@@ -1,6 +1,8 @@
 """A trace leaves nothing behind, whatever the program does and whoever taps it."""
 
 import contextlib
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -133,3 +135,21 @@ def test_what_jax_keeps_of_functions_with_rules(program, names):
     with flags_set(names):
         plain, tapped = (objects_kept(lambda: trace(wrap), 5) for wrap in (lambda fn: fn, tap))  # noqa: B023
     assert tapped <= plain + 5
+
+
+def test_a_pass_is_freed_without_the_garbage_collector():
+    """Else all that is known of hundreds of weights would stay until that runs."""
+    passes = []
+
+    def handler(call, x, w):
+        passes.append(weakref.ref(call._place.frame))
+        return times(2.0)(call, x, w)
+
+    tapped = ENGINE.wrap(lambda w, x: jnp.dot(x, w) + x, Interceptor({"jax.numpy.dot": handler}))
+    gc.collect()
+    gc.disable()
+    try:
+        jax.make_jaxpr(lambda w, x: tapped(w, x))(W, X)
+        assert [one() for one in passes] == [None]
+    finally:
+        gc.enable()

@@ -171,6 +171,18 @@ def staged_in(trace: Any, first: int = 0) -> list[Any]:
     return [eqn for eqn in eqns if eqn is not None]
 
 
+def release(trace: Any, eqn: Any) -> None:
+    """Let an equation go from a staging trace when nothing refers to its results any more.
+
+    JAX does that with all equations where it removes dead code while it traces.
+    """
+    eqns = trace.frame.tracing_eqns
+    for place in range(len(eqns) - 1, -1, -1):  # it is one of the last
+        if eqns[place] is eqn:
+            eqns[place] = weakref.ref(eqn)
+            return
+
+
 def staging_trace(trace: Any) -> Any:
     """Return the staging trace at or below a trace, or None."""
     while trace is not None and not is_staging(trace):

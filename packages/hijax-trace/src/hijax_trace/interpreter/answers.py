@@ -62,13 +62,10 @@ class Answers:
         else:
             return False
         run.count(task, marker.op_name)
-        count = len(eqn.invars)
-
-        def value(i: int) -> Any:
-            # Looked up only if it is used: see `lazy`.
-            return run.values[eqn.invars[i]] if i < count else arrays[i - count]
-
-        results = one.recipe.make(run.trace, value, info)
+        atoms, values, count = eqn.invars, run.values, len(eqn.invars)
+        # Looked up only if it is used: see `lazy`.
+        given = [values[atoms[i]] if i < count else arrays[i - count] for i in one.recipe.used]
+        results = one.recipe.make(run.trace, given, info)
         run.frame.replace(eqn.outvars, is_own=False)
         run.values.update(zip(eqn.outvars, results, strict=True))
         return True

@@ -153,6 +153,9 @@ class Joins:
             for user in reversed(users):  # cheaper than new reshapes
                 (result,) = compat.append(run.trace, user, [result], info)
             run.write(eqn.outvars, [result])
+            # The call is not made twice, and nothing else refers to its result.
+            for one in (*users, compat.producer(origin)[1]):
+                compat.release(run.trace, one)
             self._results.update(eqn.outvars)
             return True
         return False
@@ -184,7 +187,9 @@ class Joins:
                 key = *key, *map(ids.index, ids)
             if key in self._known:
                 recipe = self._known[key]
-                return recipe and recipe.make(run.trace, given.__getitem__, info)[0]
+                if recipe is None:
+                    return None
+                return recipe.make(run.trace, [given[i] for i in recipe.used], info)[0]
         before = compat.staged_count(run.trace)
         result: Any = NotImplemented
         # Explicit shardings are of one shape.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
@@ -78,14 +78,13 @@ class Recipe(NamedTuple):
         scalars = tuple(literals.values())
         return cls(tuple(used.values()), scalars, placed, [places[atom] for atom in found])
 
-    def make(self, trace: Any, value: Callable[[int], Any], info: Any) -> list[Any]:
+    def make(self, trace: Any, values: Sequence[Any], info: Any) -> list[Any]:
         """Make the same of other values. Return the results.
 
         Args:
-            value: returns one of the values that it is made of, from its number. Called for those
-                that are used.
+            values: those that are ``used``, in that order.
         """
-        known = [*map(value, self.used), *self.literals]
+        known = [*values, *self.literals]
         for eqn, places, inner in self.equations:
             source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
             known += compat.append(trace, eqn, [known[place] for place in places], source)

@@ -396,7 +396,9 @@ class Apart(NamedTuple):
 def taken_apart(proxy: ArrayProxy) -> Apart:
     """Return an array proxy taken apart."""
     leaves, treedef = jax.tree.flatten(proxy)
-    return Apart(proxy, leaves, (treedef, tuple(map(compat.typeof, leaves))))
+    # Most are tracers: to ask them costs less than `typeof`, which looks at the class first.
+    types = [x.aval if isinstance(x, compat.Tracer) else compat.typeof(x) for x in leaves]
+    return Apart(proxy, leaves, (treedef, tuple(types)))
 
 
 def form_of(proxy: ArrayProxy) -> Hashable:

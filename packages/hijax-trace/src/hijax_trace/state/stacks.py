@@ -159,7 +159,10 @@ def _array(value: Any) -> Any:
 @compat.once_per_jaxpr
 def _holds(jaxpr: Any) -> bool:
     """Return whether a jaxpr has a loop that can carry a stack, at any depth."""
-    return any(map(_holds_in, jaxpr.eqns))
+    # Calls of equal layers share their jaxpr, and what holds for one of them holds for all.
+    calls = {eqn.params["jaxpr"]: eqn for eqn in jaxpr.eqns if eqn.primitive is compat.jit_p}
+    others = [eqn for eqn in jaxpr.eqns if eqn.primitive is not compat.jit_p]
+    return any(map(_holds_in, (*calls.values(), *others)))
 
 
 def _holds_in(eqn: Any) -> bool:
