@@ -141,8 +141,9 @@ class _Branches(NamedTuple):
     """Branches whose references are operands and results instead.
 
     Attributes:
-        places: the operands of the ``cond`` that are references, by number.
-        branches: closed; they take what each reference holds, and return it after their results.
+        places: the numbers of the operands of the ``cond`` that are references.
+        branches: closed; they take what each reference holds, and return what they leave in it
+            after their own results.
         written: which of the references any branch writes to.
         count: how many results the branches had before.
     """
@@ -179,9 +180,9 @@ class _Branches(NamedTuple):
 def _cond_partly(trace: Any, *tracers: Any, branches: tuple[Any, ...], **params: Any) -> Any:
     """Evaluate a ``cond`` partially whose branches use references.
 
-    JAX has no rule for one, which it needs where a loop around is differentiated. References that
-    are known are read before and written after what is known of the ``cond``. One that is not
-    known is used later, as what JAX does not hoist out of a loop: then so is all of the ``cond``.
+    JAX refuses it, and does it where a loop around is differentiated. Known references are read
+    before the known part of the ``cond`` runs, and written after it. If one is unknown, all of the
+    ``cond`` is left for later: so JAX keeps it in the loop when it hoists invariants out.
     """
     made = _Branches.of([tracer.aval for tracer in tracers], branches)
     if not made.places:
@@ -228,7 +229,7 @@ def _cond_vmap(
         return _cond_mapped(axis_data, args, dims, branches=branches, **params)
     refs, given = [args[i] for i in made.places], list(args)
     for i, value in zip(made.places, made.read(refs), strict=True):
-        given[i] = value  # mapped along the axis that the reference is
+        given[i] = value  # mapped along the same axis as the reference
     results, axes = _cond_mapped(axis_data, given, dims, branches=made.branches, **params)
     after = list(results[made.count :])
     for k, (i, axis) in enumerate(zip(made.places, axes[made.count :], strict=True)):
