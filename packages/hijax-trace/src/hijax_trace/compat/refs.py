@@ -18,9 +18,14 @@ from jax._src.interpreters import (
 )
 from jax._src.lax import lax as _lax  # 0.10.2 - 0.12
 from jax._src.lax.control_flow.conditionals import cond_p  # 0.10.2 - 0.12
+from jax._src.lax.control_flow.loops import while_p  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
+
+from .jaxpr import with_consts
+from .pjit import named_info
+from .trace import stage
 
 
 def is_ref(value: Any) -> bool:
@@ -208,6 +213,45 @@ def _cond_partly(trace: Any, *tracers: Any, branches: tuple[Any, ...], **params:
 
 
 partial_eval.custom_partial_eval_rules[cond_p] = _cond_partly
+
+
+_while_evaluated = partial_eval.custom_partial_eval_rules[while_p]
+
+
+def _while_partly(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Evaluate a ``while`` partially whose body uses references, as of ranges that it measures.
+
+    JAX computes what is known, and leaves a second loop for what is not, which computes all again.
+    With references that one could not be dropped where nothing uses its results, as under
+    ``stop_gradient``, and JAX can't transpose it. So both loops carry what known references hold,
+    and only what the first one leaves is written.
+    """
+    places = [i for i, one in enumerate(tracers) if isinstance(one.aval, _state.AbstractRef)]
+    if not places or not all(tracers[i].pval.is_known() for i in places):
+        return _while_evaluated(trace, *tracers, **params)
+    refs, given = [tracers[i].pval.get_known() for i in places], list(tracers)
+
+    def again(*values: Any) -> Any:
+        return while_p.bind(*values, **params)
+
+    avals = [tracer.aval for tracer in tracers]
+    made = _discharge.discharge_state(with_consts(*stage(again, avals, named_info("while"))))
+    with core.set_current_trace(trace.parent_trace):
+        for i, ref in zip(places, refs, strict=True):
+            given[i] = trace.new_const(_state_primitives.ref_get(ref, ()))
+    with core.set_current_trace(trace):
+        results = core.jaxpr_as_fun(made)(*given)
+    count = len(made.out_avals) - len(refs)
+    after = [trace.to_jaxpr_tracer(value).pval.get_known() for value in results[count:]]
+    if any(value is None for value in after):
+        return _while_evaluated(trace, *tracers, **params)
+    with core.set_current_trace(trace.parent_trace):
+        for ref, value in zip(refs, after, strict=True):
+            _state_primitives.ref_set(ref, (), value)
+    return list(map(trace.to_jaxpr_tracer, results[:count]))
+
+
+partial_eval.custom_partial_eval_rules[while_p] = _while_partly
 
 
 def _cond_vmap(
