@@ -501,6 +501,24 @@ def test_a_range_is_that_of_all_parts_of_a_tensor(engine):
     assert int(stats["args[1]"].count) == 2
 
 
+@pytest.mark.parametrize("shape", [(64, 1), (64,)])
+def test_examples_of_one_number_have_the_range_of_all(shape):
+    """The mean of what each regression gives would cut half of them off."""
+
+    def regression(params, x):
+        return jnp.tanh(x @ params["w"]) @ params["v"].reshape(-1, *shape[1:])
+
+    params, x = {"w": draw(6, 5), "v": draw(5, 1)}, draw(64, 6)
+    model = qat(regression, W8A8)
+    of_batch, of_each = model.init(params, x), model.init(params, x[0])
+    model(params, x, quant_stats=of_batch)
+    jax.vmap(functools.partial(model, quant_stats=of_each), (None, 0))(params, x)
+    weights = {key: np.asarray(value, np.float64) for key, value in params.items()}
+    y = np.tanh(np.asarray(x, np.float64) @ weights["w"]) @ weights["v"]
+    for stats in (of_batch, of_each):
+        np.testing.assert_allclose(ranges(stats)["dot_general:1"], (y.min(), y.max()), rtol=0.1)
+
+
 def test_batch_axes_are_those_of_the_rule():
     rule = OdmlRule(weight_qtype="int8", output_qtype="int8", act_batch_axes=())
     model = qat(dot, rule)

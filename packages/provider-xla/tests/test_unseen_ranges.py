@@ -110,6 +110,22 @@ def test_a_range_that_cuts_off():
             plan.calibrate(PARAMS, [(nodes,)])
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_examples_of_one_number_have_the_range_of_all(mapped):
+    """The mean of the times that a program embeds is half of the largest."""
+
+    def embed(p, t):
+        return jnp.sin(t[..., None] @ p["v"])
+
+    fn = (lambda p, t: jax.vmap(lambda t: embed(p, t))(t)) if mapped else embed
+    params, times = {"v": draw(1, 8)}, jnp.linspace(0.01, 1.0, 32)
+    plan = PtqProvider([QuantizationRule(**FIELDS)]).plan(fn, params, times)
+    stored = plan.calibrate(params, [(times,)])
+    assert float(stored["matmul:0#lhs"].upper.max()) == 1
+    found = plan.apply(fn, stored)(plan.quantize(params), times)
+    assert error(found, np.sin(times[:, None] @ params["v"])) < 0.02
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int32"])
 def test_parameters_that_the_program_casts(dtype):
@@ -142,7 +158,7 @@ def mapped_switch_in_jit(p, x, firsts):
 
 @pytest.mark.parametrize("fn", [mapped_branch, mapped_switch_in_jit])
 def test_branches_that_vmap_maps(fn):
-    firsts, text = np.arange(4) > 1, r"jax.vmap, got (cond|switch)\(<lambda>\)/matmul:0"
+    firsts, text = np.arange(4) > 1, r"of jax.vmap, got (cond|switch)\(<lambda>\)/matmul:0"
     plan = PtqProvider([RULE], strict=True).plan(fn, PARAMS, X, firsts)
     with pytest.raises(QuantizationError, match=text):
         plan.calibrate(PARAMS, [(X, firsts)])

@@ -1,4 +1,4 @@
-"""Boxes that branches write, in loops that are differentiated and under vmap."""
+"""Boxes that branches and loops write: in loops that are differentiated, and under vmap."""
 
 import jax
 import jax.numpy as jnp
@@ -131,3 +131,37 @@ def test_a_box_that_examples_share():
     assert box.get() == 1
     with pytest.raises(TypeError, match=r"written alike for all of them.*condition"):
         jax.vmap(counted)(X, X.sum(1) > 0)
+
+
+def test_a_loop_of_unknown_length_beside_what_is_differentiated():
+    """Its result has no derivative, but JAX takes one of its body before it finds that."""
+
+    def program(w, seen):
+        box = Box(seen, differentiated=False)
+
+        def step(state):
+            i, h = state
+            h = jnp.tanh(h @ w)
+            box.set(jnp.maximum(box.get(), lax.stop_gradient(jnp.abs(h).max())) + 1)
+            return i + 1, h
+
+        _, h = lax.while_loop(lambda state: state[0] < 3, step, (0, X[:, :3]))
+        return jnp.sum(jnp.sin(lax.stop_gradient(h) @ w)), box.get()
+
+    def by_hand(w, seen):
+        h = X[:, :3]
+        for _ in range(3):
+            h = lax.stop_gradient(jnp.tanh(h @ w))
+            seen = jnp.maximum(seen, jnp.abs(h).max()) + 1
+        return jnp.sum(jnp.sin(h @ w)), seen
+
+    w = jnp.linspace(-1.0, 1.5, 9).reshape(3, 3)
+    expected = jax.jit(grad(by_hand))(w, 0.0)
+    close(grad(program)(w, 0.0), expected)
+    close(jax.jit(grad(program))(w, 0.0), expected)
+    close(jax.jit(grad(jax.jit(program)))(w, 0.0), expected)
+    along = jax.jvp(lambda w: program(w, 0.0)[0], (w,), (w,))[1]
+    close(along, jnp.sum(expected[1] * w))
+    value, linear, seen = jax.linearize(lambda w: program(w, 0.0), w, has_aux=True)
+    close((value, seen), expected[0])
+    close(linear(w), along)

@@ -18,9 +18,14 @@ from jax._src.interpreters import (
 )
 from jax._src.lax import lax as _lax  # 0.10.2 - 0.12
 from jax._src.lax.control_flow.conditionals import cond_p  # 0.10.2 - 0.12
+from jax._src.lax.control_flow.loops import while_p  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
+
+from .jaxpr import with_consts
+from .pjit import named_info
+from .trace import stage
 
 
 def is_ref(value: Any) -> bool:
@@ -140,8 +145,9 @@ class _Branches(NamedTuple):
     """Branches whose references are operands and results instead.
 
     Attributes:
-        places: the operands of the ``cond`` that are references, by number.
-        branches: closed; they take what each reference holds, and return it after their results.
+        places: the numbers of the operands of the ``cond`` that are references.
+        branches: closed; they take what each reference holds, and return what they leave in it
+            after their own results.
         written: which of the references any branch writes to.
         count: how many results the branches had before.
     """
@@ -178,9 +184,9 @@ class _Branches(NamedTuple):
 def _cond_partly(trace: Any, *tracers: Any, branches: tuple[Any, ...], **params: Any) -> Any:
     """Evaluate a ``cond`` partially whose branches use references.
 
-    JAX has no rule for one, which it needs where a loop around is differentiated. References that
-    are known are read before and written after what is known of the ``cond``. One that is not
-    known is used later, as what JAX does not hoist out of a loop: then so is all of the ``cond``.
+    JAX refuses it, and does it where a loop around is differentiated. Known references are read
+    before the known part of the ``cond`` runs, and written after it. If one is unknown, all of the
+    ``cond`` is left for later: so JAX keeps it in the loop when it hoists invariants out.
     """
     made = _Branches.of([tracer.aval for tracer in tracers], branches)
     if not made.places:
@@ -208,6 +214,45 @@ def _cond_partly(trace: Any, *tracers: Any, branches: tuple[Any, ...], **params:
 partial_eval.custom_partial_eval_rules[cond_p] = _cond_partly
 
 
+_while_evaluated = partial_eval.custom_partial_eval_rules[while_p]
+
+
+def _while_partly(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Evaluate a ``while`` partially whose body uses references, as of ranges that it measures.
+
+    JAX computes what is known, and leaves a second loop for what is not, which computes all again.
+    With references that one could not be dropped where nothing uses its results, as under
+    ``stop_gradient``, and JAX can't transpose it. So both loops carry what known references hold,
+    and only what the first one leaves is written.
+    """
+    places = [i for i, one in enumerate(tracers) if isinstance(one.aval, _state.AbstractRef)]
+    if not places or not all(tracers[i].pval.is_known() for i in places):
+        return _while_evaluated(trace, *tracers, **params)
+    refs, given = [tracers[i].pval.get_known() for i in places], list(tracers)
+
+    def again(*values: Any) -> Any:
+        return while_p.bind(*values, **params)
+
+    avals = [tracer.aval for tracer in tracers]
+    made = _discharge.discharge_state(with_consts(*stage(again, avals, named_info("while"))))
+    with core.set_current_trace(trace.parent_trace):
+        for i, ref in zip(places, refs, strict=True):
+            given[i] = trace.new_const(_state_primitives.ref_get(ref, ()))
+    with core.set_current_trace(trace):
+        results = core.jaxpr_as_fun(made)(*given)
+    count = len(made.out_avals) - len(refs)
+    after = [trace.to_jaxpr_tracer(value).pval.get_known() for value in results[count:]]
+    if any(value is None for value in after):
+        return _while_evaluated(trace, *tracers, **params)
+    with core.set_current_trace(trace.parent_trace):
+        for ref, value in zip(refs, after, strict=True):
+            _state_primitives.ref_set(ref, (), value)
+    return list(map(trace.to_jaxpr_tracer, results[:count]))
+
+
+partial_eval.custom_partial_eval_rules[while_p] = _while_partly
+
+
 def _cond_vmap(
     axis_data: Any,
     args: Sequence[Any],
@@ -227,7 +272,7 @@ def _cond_vmap(
         return _cond_mapped(axis_data, args, dims, branches=branches, **params)
     refs, given = [args[i] for i in made.places], list(args)
     for i, value in zip(made.places, made.read(refs), strict=True):
-        given[i] = value  # mapped along the axis that the reference is
+        given[i] = value  # mapped along the same axis as the reference
     results, axes = _cond_mapped(axis_data, given, dims, branches=made.branches, **params)
     after = list(results[made.count :])
     for k, (i, axis) in enumerate(zip(made.places, axes[made.count :], strict=True)):

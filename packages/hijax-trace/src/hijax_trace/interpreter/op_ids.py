@@ -52,9 +52,8 @@ class OfRule(NamedTuple):
     """Which operations of a derivative rule are those of its function.
 
     A rule runs instead of its function, so that what it computes of the same values has the ids of
-    the function's operations. What it does to tangents, and what it computes beyond the function,
-    is no other operation of the program: under the next numbers it would be taken for those that
-    follow the call.
+    the function's operations. Operations on tangents, and those that only the rule has, are not in
+    the program. With the next numbers they would have the ids of the operations after the call.
 
     Attributes:
         label: ends the label of operations that only the rule has.
@@ -65,7 +64,13 @@ class OfRule(NamedTuple):
     ends: Numbers
 
     def label_of(self, numbers: Numbers, key: Key, is_linear: bool) -> str:
-        """Return the label of an operation in the rule, whose key in the function this is."""
+        """Return the label of an operation in the rule.
+
+        Args:
+            numbers: how many operations of each key there were before it.
+            key: its key if the function has it.
+            is_linear: whether the rule must be linear in an operand.
+        """
         if not is_linear and numbers.get(key, 0) < self.ends.get(key, 0):
             return key[1]
         return ".".join(filter(None, (key[1], self.label)))

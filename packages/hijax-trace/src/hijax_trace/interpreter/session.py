@@ -168,9 +168,12 @@ class Session:
         return label, self.numbers.next(path, label, name)
 
     def number(self, key: Key, numbers: Numbers | None = None) -> Hashable:
-        """Return what tells the ids of operations of a key, from some numbers: by default now."""
+        """Return a key of the ids that operations of ``key`` get, counted from ``numbers``.
+
+        By default from what has been counted so far. Equal keys mean equal ids.
+        """
         found = (self.numbers if numbers is None else numbers).get(key, 0)
-        # Where the function's operations end, and how those after them are called, tell as well.
+        # In a rule a number alone does not tell whether the operation is the function's.
         return found if self.rule is None else (found, self.rule.label, self.rule.ends.get(key, 0))
 
     def counting(self, numbers: Numbers, rule: OfRule | None = None) -> Session:

@@ -7,6 +7,7 @@ each shape.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +51,12 @@ class How:
         axes = batch if site.batch_axes is None else site.batch_axes
         return cls(site.qtype, site.method, axes, symmetric, decay, site.fixed)
 
-    def axes_of(self, ndim: int) -> tuple[int, ...]:
-        """Return the batch axes of a tensor with so many axes, from 0 on."""
-        axes = self.batch_axes
-        return tuple(sorted({axis % ndim for axis in axes if -ndim <= axis < ndim}))
+    def axes_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the batch axes of a tensor of a shape, from 0 on."""
+        axes, ndim = self.batch_axes, len(shape)
+        return _of_examples(
+            shape, tuple(sorted({axis % ndim for axis in axes if -ndim <= axis < ndim}))
+        )
 
     def is_fused(self, axes: tuple[int, ...], dtype: Any) -> bool:
         """Return whether the op ``fake_quantize`` does the same, for a tensor's batch axes."""
@@ -69,6 +72,15 @@ def fused_op() -> Callable[..., Any] | None:
     """Return the op of an installed package that does a site in one call, or None."""
     found = any(spec.op == "fake_quantize" and spec.apply for spec in declared_specs(KernelSpec))
     return get_op("fake_quantize") if found else None
+
+
+def _of_examples(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the batch axes of a tensor; none if each example is one number.
+
+    The mean of the extremes of such examples is the mean of the numbers, which is no range of them:
+    half of the outputs of a regression would be cut off.
+    """
+    return () if math.prod(shape[axis] for axis in batch) == math.prod(shape) else batch
 
 
 def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> jax.Array:
@@ -89,7 +101,8 @@ def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> jax.Array:
     @find.def_vmap
     def rule(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
         del size, batched  # it is called where the one argument is batched
-        return _bounds(x, how, (0, *(axis + 1 for axis in batch))), False
+        axes = _of_examples(x.shape, (0, *(axis + 1 for axis in batch)))
+        return _bounds(x, how, axes), False
 
     return find(x)
 
@@ -140,8 +153,9 @@ def at_site(
     """
     if not x.size:
         return x, seen  # an empty tensor has no range
-    axes = how.axes_of(x.ndim)
-    fused = fused_op() if quantize and how.is_fused(axes, x.dtype) else None
+    axes = how.axes_of(x.shape)
+    # Under ``vmap`` the kernel takes the mean over examples, which may not be one number each.
+    fused = fused_op() if quantize and x.size > 1 and how.is_fused(axes, x.dtype) else None
     if fused is not None:
         out, _, seen = fused(
             x,

@@ -116,11 +116,13 @@ def measure(site: Site, side: int) -> qn.Calibration:
 
     Each bound is the extreme over all axes but the rule's batch axes, and the mean over those and
     over the examples that the program maps by ``vmap``. It is the extreme over all if there are no
-    batch axes, for delayed scaling, and of a parameter.
+    batch axes, for delayed scaling, of a parameter, and if each example is one number: the mean of
+    numbers is no range of them.
     """
     x, axes = activation_of(site, side), _examples(site, side)
-    found = extremes(site, side, x, axes)
-    if isinstance(_average(site), qn.AmaxHistory) or not site.rule.act_batch_axes:
+    has_one = math.prod(x.shape[axis] for axis in axes) == x.size
+    found = extremes(site, side, x, () if has_one else axes)
+    if has_one or isinstance(_average(site), qn.AmaxHistory) or not site.rule.act_batch_axes:
         lower = None if found.lower is None else -max_of_all(-found.lower)
         return qn.Calibration(lower, max_of_all(found.upper))
     cut = _cut_axes(site, side)
