@@ -319,7 +319,7 @@ TEST(attention_sizes) {
                sizes[(i / 5) % 5]};
         c.right = i % 4 == 0 ? -1 : 0;
         c.bottom_right = i % 4 == 2;
-        Checker(c, random).run(i % 2 == 0 ? one : two);
+        if (takes_case()) Checker(c, random).run(i % 2 == 0 ? one : two);
         ++i;
       }
     }
@@ -351,7 +351,7 @@ TEST(attention_options) {
     c.short_ones = i % 8 == 3 || i % 8 == 6;
     if (i % 11 == 4) c.scale = -0.3f;
     if (i % 11 == 5) c.scale = 0;
-    Checker(c, random).run(two);
+    if (takes_case()) Checker(c, random).run(two);
   }
 }
 

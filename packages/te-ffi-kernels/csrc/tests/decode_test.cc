@@ -41,6 +41,7 @@ double at(const Buffer& buffer, DType dtype, int64_t i) {
 }
 
 void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
+  if (!takes_case()) return;
   const int64_t rows = c.batch * c.queries * c.kv_heads * c.group;
   const int64_t places = c.batch * c.kv_heads * c.positions;
   Buffer q = numbers(rows * c.size, c.q, random);

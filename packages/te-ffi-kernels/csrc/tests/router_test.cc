@@ -120,6 +120,7 @@ std::vector<int64_t> choice(const Options& o, const std::vector<double>& logits,
 
 void check_case(const Options& o, int64_t tokens, DType dtype, bool with_bias,
                 std::mt19937& random, const Parallel& parallel) {
+  if (!takes_case()) return;
   const int64_t experts = o.experts, size = tokens * experts;
   const auto bytes = static_cast<int64_t>(byte_size(dtype));
   const std::string what =

@@ -176,9 +176,10 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
   sum = fma(same_bits<Floats>(x), same_bits<Floats>(weight), sum);
 }
 
+JAXTAP_INLINE Floats to_floats(Floats sum) { return sum; }
+
 #endif
 
-JAXTAP_INLINE Floats to_floats(Floats x) { return x; }
 JAXTAP_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 template <class Format>
