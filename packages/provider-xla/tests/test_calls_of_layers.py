@@ -1,5 +1,6 @@
 """What one more layer costs to trace, as calls of Python functions."""
 
+import functools
 import sys
 
 import jax
@@ -11,9 +12,10 @@ from provider_xla import PtqProvider, QuantizationRule
 
 FEW, MANY = 8, 40
 BETWEEN = {"nothing": lambda x: x, "tanh": jnp.tanh, "relu": jax.nn.relu}
-# Times the calls that the float layer takes. It was 1.9, 1.8 and 1.1 where each tapped call entered
-# a scope, each call of jax.numpy was staged by JAX's rules, and weights were taken apart thrice.
-MOST = {"nothing": 1.6, "tanh": 1.55, "relu": 1.0}
+# Times the calls that the float layer with tanh takes. It was 1.5, 1.8 and 1.8 where each tapped
+# call entered a scope, each call of jax.numpy was staged by JAX's rules, and weights were taken
+# apart thrice. Beside tanh, since what relu takes in float depends on what the process did before.
+MOST = {"nothing": 1.3, "tanh": 1.55, "relu": 1.6}
 
 
 def calls(fn, *args):
@@ -35,9 +37,9 @@ def calls(fn, *args):
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_a_layer_more_of_a_quantized_program(between):
-    act, w, x = BETWEEN[between], normal(24, 24), jnp.ones((3, 24))
+    w, x = normal(24, 24), jnp.ones((3, 24))
 
-    def model(params, x):
+    def model(params, x, act=BETWEEN[between]):
         for i, layer in enumerate(params):
             with jax.named_scope(f"layer_{i}"):
                 x = x + act(x @ layer["up"]) @ layer["down"]
@@ -56,5 +58,6 @@ def test_a_layer_more_of_a_quantized_program(between):
         model, params, x
     )
     stored = plan.quantize(params)
-    ratio = more(plan.apply(model), stored) / more(model, params)
-    assert ratio <= MOST[between], ratio
+    quantized = more(plan.apply(model), stored)
+    plain = more(functools.partial(model, act=jnp.tanh), params)
+    assert quantized <= MOST[between] * plain, (quantized, plain)
