@@ -154,7 +154,8 @@ def at_site(
     if not x.size:
         return x, seen  # an empty tensor has no range
     axes = how.axes_of(x.shape)
-    # Under ``vmap`` the kernel takes the mean over examples, which may not be one number each.
+    # A tensor of one number may be one example of a ``vmap``: the kernel would take the mean of
+    # all examples, which is no range of them (see `_of_examples`).
     fused = fused_op() if quantize and x.size > 1 and how.is_fused(axes, x.dtype) else None
     if fused is not None:
         out, _, seen = fused(
