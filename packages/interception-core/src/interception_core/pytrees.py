@@ -16,7 +16,7 @@ def quick_init(cls: type[T]) -> type[T]:
     that. A model has hundreds, and a weight in a kernel's layout 24 fields: this takes a third.
 
     Args:
-        cls: the dataclass, without ``__slots__``, ``__post_init__``, an ``__init__`` of its own,
+        cls: the dataclass, without ``__slots__``, ``__post_init__``, a written ``__init__``,
             ``InitVar`` and fields that ``__init__`` does not take or that a ``default_factory``
             makes.
 
@@ -27,7 +27,7 @@ def quick_init(cls: type[T]) -> type[T]:
         TypeError: it is not such a class.
     """
     is_plain = dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__")
-    # A slot hides what `__dict__` has, and an `__init__` of the class's own may do more.
+    # A slot hides what `__dict__` has, and a written `__init__` may do more.
     is_plain = is_plain and not any(vars(base).get("__slots__") for base in cls.__mro__)
     is_plain = is_plain and cls.__dataclass_params__.init  # type: ignore[attr-defined]
     fields: tuple[Any, ...] = dataclasses.fields(cls) if is_plain else ()  # type: ignore[arg-type]
