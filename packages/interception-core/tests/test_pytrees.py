@@ -48,6 +48,19 @@ def test_as_a_pytree():
     assert (doubled.bits, doubled.scale, doubled.names, doubled.size) == (8, None, ("a",), 24)
 
 
+def test_fields_of_any_name():
+    @quick_init
+    @dataclasses.dataclass(frozen=True)
+    class Named:
+        fields: int
+        self: int
+        defaults: int = 3
+        cls: int = 4
+
+    assert vars(Named(1, 2)) == {"fields": 1, "self": 2, "defaults": 3, "cls": 4}
+    assert Named(fields=5, self=6, cls=7) == Named(5, 6, 3, 7)
+
+
 @dataclasses.dataclass
 class Checked:
     x: int
@@ -66,7 +79,26 @@ class Made:
     x: list = dataclasses.field(default_factory=list)
 
 
-@pytest.mark.parametrize("cls", [int, Checked, Slots, Made])
+@dataclasses.dataclass(slots=True)
+class Empty(Slots):
+    pass
+
+
+@dataclasses.dataclass(init=False)
+class OwnInit:
+    x: int
+
+    def __init__(self, x):
+        self.x = x + 1
+
+
+@dataclasses.dataclass
+class Given:
+    x: int
+    scale: dataclasses.InitVar[int] = 1
+
+
+@pytest.mark.parametrize("cls", [int, Checked, Slots, Made, Empty, OwnInit, Given])
 def test_others_are_refused(cls):
     with pytest.raises(TypeError, match=f"quick_init's class must be a dataclass.*{cls.__name__}"):
         quick_init(cls)

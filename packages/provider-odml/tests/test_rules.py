@@ -56,6 +56,10 @@ def test_modes(fields, static, dynamic, text):
         ({"weight_calibration_method": "minmax"}, ["OdmlRule.weight_calibration_method", "minmax"]),
         ({"weight_calibration_method": None}, ["OdmlRule.weight_calibration_method"]),
         ({"act_calibration_method": "balanced"}, ["act_calibration_method", "rounds weights"]),
+        (
+            {"weight_qtype": "int4", "tile_size": 32, "weight_calibration_method": "balanced"},
+            ["weight_calibration_method", "tile_size", "rounded to nearest"],
+        ),
         ({"act_calibration_method": "median"}, ["OdmlRule.act_calibration_method", "median"]),
         ({"act_batch_axes": "0"}, ["OdmlRule.act_batch_axes", "'0'"]),
         ({"act_batch_axes": [0.5]}, ["OdmlRule.act_batch_axes", "0.5"]),

@@ -32,6 +32,7 @@ RULES: dict[str, dict[str, Any]] = {
         "bwd_qtype": "float8_e5m2",
     },
 }
+BALANCED = {**QAT, "weight_calibration_method": "balanced"}
 
 
 def alone(w, x):
@@ -119,9 +120,18 @@ def step(fn):
     [(w, r) for i, r in enumerate(RULES) for w in (*[*WAYS][i:], *[*WAYS][:i])],
 )
 def test_devices_gather_quantized_weights(way, rule, mesh):
+    gathers_quantized(way, RULES[rule], mesh)
+
+
+def test_balanced_weights_are_quantized_before_columns_are_gathered(mesh):
+    """A device has whole columns, of which the errors cancel; of rows it has parts."""
+    gathers_quantized("columns of shards", BALANCED, mesh)
+
+
+def gathers_quantized(way, rule, mesh):
     fn, spec, plain = WAYS[way]
     whole, cut = sample(mesh, spec)
-    provider = xla.QtProvider(xla.QtRule(**RULES[rule]))
+    provider = xla.QtProvider(xla.QtRule(**rule))
     wanted = jax.jit(step(provider.apply(plain(mesh))))(*whole)
     run = jax.jit(step(provider.apply(functools.partial(fn, mesh))))
     moved = collectives(run.lower(*cut).compile())
@@ -129,7 +139,7 @@ def test_devices_gather_quantized_weights(way, rule, mesh):
     # Scales of tiles are gathered in float32, as are rows of activations: less than a weight.
     assert floats < 4 * K * N // 8 + 4 * K * ROWS, moved
     # XLA on CPU, which has no float8, moves it as float16.
-    quantized = moved.get(("all-gather", "f16" if rule == "fp8" else "s8"), 0)
+    quantized = moved.get(("all-gather", "f16" if rule is RULES["fp8"] else "s8"), 0)
     assert quantized >= K * N // 4, moved
     for ours, theirs in zip(run(*cut), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())

@@ -195,3 +195,32 @@ def test_a_derivative_from_outside_is_by_the_stored_arrays():
     by_weight = np.asarray(jax.grad(loss)(stored.restore(), X), np.float64)
     exact = (by_weight * np.asarray(stored.qvalue, np.float64)).sum(0, keepdims=True)
     np.testing.assert_allclose(found.scale, exact, rtol=1e-3, atol=1e-3)
+
+
+@jax.custom_jvp
+def _layer(x, w):
+    return jnp.dot(x, w)
+
+
+_layer.defjvp(
+    lambda primals, tangents: (
+        jnp.dot(*primals),
+        jnp.dot(tangents[0], primals[1]) + jnp.dot(primals[0], tangents[1]),
+    )
+)
+
+
+def test_kernels_in_what_the_program_transposes_of_a_rule():
+    def per_example(w, x):
+        def loss(x):
+            return jnp.sum(_layer(x[None], w) ** 2)
+
+        return jax.vmap(jax.grad(loss))(x), jax.hessian(loss)(x[0])
+
+    w, x = (jnp.asarray(np.random.default_rng(i).normal(size=(8, 8)), jnp.float32) for i in (0, 1))
+    plan = xla.PtqProvider([RULE]).plan(per_example, w, x)
+    stored, tapped = plan.quantize(w), plan.apply(per_example)
+    expected = per_example(stored.restore(), x)
+    for found in (tapped(stored, x), jax.jit(tapped)(stored, x)):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

@@ -85,7 +85,8 @@ class TraceEngine:
 
         Args:
             fn: a callable, plain or jitted, whose result is a pytree.
-            interceptor: the targets and their handlers. Targets are looked up at the first call.
+            interceptor: the targets and their handlers. Targets are looked up at the first call,
+                and again after a module was reloaded.
 
         Raises:
             TargetError: at once, for wrong types. At the call, for a target that is unknown, can't
@@ -175,7 +176,9 @@ class _Tapped:
 
     def _current(self) -> Tapping:
         by_path, tapping = self._interceptor in BY_PATH, self._tapping
-        if tapping is None or tapping.by_path != by_path:
+        # Its tables are of objects: a name may be that of another one by now, as after a reload.
+        is_known = tapping is not None and tapping.by_path == by_path and tapping.taps.is_current()
+        if tapping is None or not is_known:
             tapping = self._tapping = Tapping(
                 self._interceptor,
                 self._rewrap,

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import sys
+import types
 import weakref
 
 import jax
@@ -213,3 +215,50 @@ def test_functions_that_may_change_are_staged_at_each_call():
     expected = jax.jit(program)(2.0)
     assert expected in (2, 6)  # JAX 0.12's `jax_custom_jvp3` stages a function once for all calls
     assert jax.jit(tapped)(2.0) == expected
+
+
+def test_zeros_of_either_sign_are_told_apart():
+    def program(x):
+        is_positive = x > 0
+        found = [jnp.where(is_positive, x, zero) for zero in (0.0, -0.0, np.float32(0))]
+        return [*found, jnp.full_like(x, -0.0), jnp.full_like(x, 0.0), jnp.full_like(x, False)]
+
+    x = jnp.array([-1.0, 2.0])
+    tapped = TraceEngine().wrap(
+        program,
+        Interceptor(
+            {
+                "jax.numpy.where": lambda call, *args: call.proceed(*args),
+                "jax.numpy.full_like": lambda *_, **__: NotImplemented,
+            },
+            is_pure=True,
+        ),
+    )
+    for found, expected in zip(tapped(x), program(x), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+
+
+@pytest.mark.parametrize("transformed", [jax.vmap, jnp.vectorize, jax.grad], ids=str)
+def test_transformed_functions_that_may_change_are_staged_at_each_call(transformed, monkeypatch):
+    module = types.ModuleType("a_module_that_changes")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    factor = [1.0]
+
+    def scale(x):
+        return x * factor[0]
+
+    scale.__module__ = module.__name__
+    module.layer = transformed(scale)
+
+    def program(x):
+        found = []
+        for one in (1.0, 3.0, 1.0):
+            factor[0] = one
+            found.append(module.layer(x))
+        return found
+
+    x = jnp.float32(2) if transformed is jax.grad else jnp.arange(3.0)
+    handlers = {f"{module.__name__}.layer": lambda *_: NotImplemented}
+    found = TraceEngine().wrap(program, Interceptor(handlers, is_pure=True))(x)
+    np.testing.assert_array_equal(jnp.stack(found), jnp.stack(program(x)))

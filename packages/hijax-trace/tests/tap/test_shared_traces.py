@@ -1,5 +1,8 @@
 """Interceptors of equal targets share what JAX has traced, and differ in what they do."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -111,3 +114,27 @@ def test_each_operation_keeps_the_configuration_that_it_is_called_in(target):
     expected = precisions(fn)
     assert len(set(expected)) == 2
     assert precisions(tap(fn, Log(), target)) == expected
+
+
+@pytest.mark.parametrize("made", [jax.jit, lambda f: f], ids=["jitted", "plain"])
+def test_a_name_that_means_another_function_by_now(made, monkeypatch):
+    """As that of a function of a module that was loaded again."""
+    module = types.ModuleType("a_module_that_is_reloaded")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def load(step):
+        def add(x):
+            return x + step
+
+        add.__module__ = module.__name__
+        module.add = made(add)
+
+    def twice(x):
+        return module.add(module.add(x))
+
+    load(1)
+    target = f"{module.__name__}.add"
+    tapped = tap(twice, lambda call, x: 2 * call.proceed(x), target)
+    for step in (1, 10, 1):
+        load(step)
+        assert tapped(X)[1, 1] == 2 * (2 * step + step)

@@ -16,8 +16,9 @@ def quick_init(cls: type[T]) -> type[T]:
     that. A model has hundreds, and a weight in a kernel's layout 24 fields: this takes a third.
 
     Args:
-        cls: the dataclass, without ``__slots__``, ``__post_init__`` and fields that ``__init__``
-            does not take or that a ``default_factory`` makes.
+        cls: the dataclass, without ``__slots__``, ``__post_init__``, a written ``__init__``,
+            ``InitVar`` and fields that ``__init__`` does not take or that a ``default_factory``
+            makes.
 
     Returns:
         The class, so that this may be a decorator.
@@ -25,16 +26,21 @@ def quick_init(cls: type[T]) -> type[T]:
     Raises:
         TypeError: it is not such a class.
     """
-    is_plain = dataclasses.is_dataclass(cls) and "__slots__" not in vars(cls)
-    is_plain = is_plain and not hasattr(cls, "__post_init__")
+    is_plain = dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__")
+    # A slot hides what `__dict__` has, and a written `__init__` may do more.
+    is_plain = is_plain and not any(vars(base).get("__slots__") for base in cls.__mro__)
+    is_plain = is_plain and cls.__dataclass_params__.init  # type: ignore[attr-defined]
     fields: tuple[Any, ...] = dataclasses.fields(cls) if is_plain else ()  # type: ignore[arg-type]
-    if not fields or not all(
-        field.init and field.default_factory is dataclasses.MISSING for field in fields
+    # An `InitVar` is a parameter and no field.
+    if (
+        not fields
+        or {field.name for field in fields} != {*inspect.signature(cls).parameters}
+        or any(field.default_factory is not dataclasses.MISSING for field in fields)
     ):
         raise TypeError(
-            "quick_init's class must be a dataclass whose fields are all given to __init__, "
-            f"without __slots__, __post_init__ and default_factory, got {cls!r}. Leave the "
-            "decorator out."
+            "quick_init's class must be a dataclass whose fields are all given to the __init__ "
+            "that dataclasses make, without InitVar, __slots__, __post_init__ and "
+            f"default_factory, got {cls!r}. Leave the decorator out."
         )
     signature = inspect.signature(cls)
     # Written as text, as `dataclasses` does: the fields are parameters by name.
@@ -46,8 +52,10 @@ def quick_init(cls: type[T]) -> type[T]:
     kinds = [one.kind for one in signature.parameters.values()]
     if inspect.Parameter.KEYWORD_ONLY in kinds:
         parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
-    body = "".join(f"\n    fields[{name!r}] = {name}" for name in signature.parameters)
-    text = f"def __init__(self, {', '.join(parameters)}):\n    fields = self.__dict__{body}"
+    # Fields may be called "self" or "fields".
+    body = "".join(f"\n    __quick__[{name!r}] = {name}" for name in signature.parameters)
+    text = f"def __init__(__quick__, {', '.join(parameters)}):\n    __quick__ = __quick__.__dict__"
+    text += body
     made: dict[str, Any] = {}
     exec(text, {"defaults": defaults}, made)
     init, own = made["__init__"], cls.__init__

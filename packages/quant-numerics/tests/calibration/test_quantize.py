@@ -294,6 +294,32 @@ def test_balanced_errors_of_a_channel_cancel(qtype, steps):
     np.testing.assert_array_equal(tiled.qvalue[20:], last.qvalue)
 
 
+@pytest.mark.parametrize(("qtype", "steps"), [("int8", 127), ("int4", 7)])
+def test_balanced_values_stay_in_the_range_that_scales_of_16_bits_leave(qtype, steps):
+    # Scales that are rounded down cut off the largest values: errors that all have one sign.
+    x = np.linspace(0.1, 3, 64, dtype=np.float32) * np.ones((100, 1), np.float32)
+    x[:, ::2] *= -1
+    x[::3, 32:] *= 0.7
+    q = quantize(x, qtype, channel_axes=(1,), method="balanced", scale_dtype="bfloat16")
+    scale = np.asarray(q.scale, np.float64)
+    error = np.asarray(q.qvalue, np.int64) - x / scale
+    assert np.abs(np.asarray(q.qvalue, np.int64)).max() == steps
+    assert np.abs(error).max() < 1
+    # Elsewhere scales were rounded up, and errors cancel as with float32 scales.
+    is_whole = np.abs(x / scale).max(0) <= steps
+    assert 0 < is_whole.sum() < 64
+    assert np.abs(error.sum(0))[is_whole].max() < 0.501
+
+
+def test_balanced_under_x64():
+    x = np.random.default_rng(8).normal(size=(25, 4)).astype(np.float32)
+    expected = quantize(x, "int8", channel_axes=(1,), method="balanced").qvalue
+    with jax.enable_x64(True):
+        for dtype in (jnp.float32, jnp.float64):
+            q = quantize(jnp.asarray(x, dtype), "int8", channel_axes=(1,), method="balanced")
+            np.testing.assert_array_equal(q.qvalue, expected)
+
+
 def test_balanced_is_for_integers_and_keeps_what_is_not_finite():
     x = jnp.asarray([[1.0, jnp.nan, 0.3], [jnp.inf, 2.0, 0.7]])
     kept, plain = (quantize(x, "int8", channel_axes=(1,), method=m) for m in ("balanced", "absmax"))

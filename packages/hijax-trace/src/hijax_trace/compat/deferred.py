@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
+from jax._src import dispatch as _dispatch  # 0.10.2 - 0.12
 from jax._src.interpreters import (
     ad,  # 0.10.2 - 0.12
     batching,  # 0.10.2 - 0.12
@@ -147,3 +148,6 @@ ad.primitive_jvps[deferred_p] = _jvp
 ad.primitive_transposes[deferred_p] = _transpose
 batching.fancy_primitive_batchers[deferred_p] = _batch
 _mlir.register_lowering(deferred_p, _mlir.lower_fun(_run, multiple_results=True))
+# JAX looks for primitives that are lowered for known devices, such as a kernel's rule for
+# partitioning, in parameters that are jaxprs: it does not see those of a handler's program.
+_dispatch.prim_requires_devices_during_lowering.add(deferred_p)

@@ -179,8 +179,11 @@ def _is_pure(subject: Any, packed: Packed) -> bool:
     They do if JAX defines or jits the function and no argument is a function. Other functions may
     depend on what they close over or are bound to.
     """
-    module = getattr(subject, "__globals__", {}).get("__name__", "")
-    if not isinstance(subject, compat.PjitFunction) and module.split(".")[0] != "jax":
+    # JAX makes what `jax.vmap` and the like return, too, but names the program's module in it.
+    made = getattr(subject, "__globals__", {}).get("__name__")
+    modules = made, getattr(subject, "__module__", None)
+    is_own = all(str(module).split(".")[0] == "jax" for module in modules)
+    if not isinstance(subject, compat.PjitFunction) and not is_own:
         return False
     return not any(callable(leaf) and not isinstance(leaf, type) for leaf in packed.rest)
 

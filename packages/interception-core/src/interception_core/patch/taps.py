@@ -111,6 +111,10 @@ class Taps:
             return contextlib.nullcontext()
         return CONTEXT(OUTSIDE if state is None else state)
 
+    def is_current(self) -> bool:
+        """Return whether the targets still are the objects that were looked up."""
+        return self._resolved is not None and self._resolved.is_current()
+
     @property
     def key(self) -> Hashable:
         """The interceptor's key in JAX's caches."""

@@ -191,6 +191,9 @@ class OdmlRule:
             raise self._error(field, "another method than 'balanced', which rounds weights")
         if field == "weight_calibration_method" and not method.is_symmetric:
             raise self._error(field, "symmetric: LiteRT's weights have no zero point")
+        if method.name == "balanced" and self.tile_size is not None:
+            raise self._error(field, "another method than 'balanced' where tile_size is set: "
+                              "values of blocks are rounded to nearest")  # fmt: skip
 
     def _error(self, field: str, allowed: str) -> ValueError:
         return ValueError(f"OdmlRule.{field} must be {allowed}, got {getattr(self, field)!r}.")

@@ -227,17 +227,16 @@ def gathered(
     if found.axis is None:  # one program for all devices: XLA finds the ranges of the whole weight
         return found.gathered(site.contraction.quantize(side, part, how))  # type: ignore[return-value]
     channels, tiles = site.contraction.granularity(side, site.operands[side].shape, how)
-    found_range = qn.calibrate(
-        part, how.qtype, channel_axes=channels, tile_axes=tiles, method=how.method
-    )
-    is_shared = found.axis not in channels and found.axis not in tiles
-    if is_shared:
-        lower, upper = found_range
-        lower = None if lower is None else lax.pmin(lower, found.axis_name)
-        found_range = qn.Calibration(lower, lax.pmax(upper, found.axis_name))
+    cut = {"channel_axes": channels, "tile_axes": tiles}
+    if found.axis in channels or found.axis in tiles:  # each slice is on one device
+        q = qn.quantize(part, how.qtype, **cut, method=how.method, scale_dtype=how.scale_dtype)
+        return found.gathered(q, is_shared=False)  # type: ignore[return-value]
+    lower, upper = qn.calibrate(part, how.qtype, **cut, method=how.method)
+    lower = None if lower is None else lax.pmin(lower, found.axis_name)
+    found_range = qn.Calibration(lower, lax.pmax(upper, found.axis_name))
     scales = qn.scale_of(found_range, how.qtype, how.scale_dtype)
     q = qn.quantize_with(part, how.qtype, *scales, tile_axes=tiles)
-    return found.gathered(q, is_shared=is_shared)  # type: ignore[return-value]
+    return found.gathered(q, is_shared=True)  # type: ignore[return-value]
 
 
 def ungathered_site(site: Site, before: Sequence[Ungathered | None]) -> Site:

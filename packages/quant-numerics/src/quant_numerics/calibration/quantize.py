@@ -108,7 +108,7 @@ def quantize(
         noise = None if noise is None else cut.split(noise)
         qvalue = encode(values, whole_scale(scale, outer), kind, zero_point, noise)
         if how.name == "balanced" and values.size:
-            qvalue = _balanced(values, scale, qvalue, cut)
+            qvalue = _balanced(values, scale, qvalue, cut, kind.qmax)
         return QArray(
             cut.join(qvalue),
             scale.reshape(cut.scale_shape),
@@ -129,27 +129,40 @@ _PLACE_BITS = 13
 _ERROR_BITS = 30 - _PLACE_BITS
 
 
-def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slices) -> jax.Array:
+def _balanced(
+    values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slices, qmax: float
+) -> jax.Array:
     """Round the values of each slice so that their errors sum to at most half a step.
 
     The number of values that are moved by a step is the nearest to the sum of errors. They are
-    those whose errors are largest, which then are less than a step; of equal ones the first. The
-    least of them is found by bisection over the bits of an integer, as a percentile is: that takes
-    a pass over the values for each bit, and sorting takes XLA longer.
+    those whose errors are largest, which then are less than a step; of equal ones the first. None
+    leaves the range: a scale that was rounded down to 16 bits cuts off the largest values, and
+    their errors are left where the others can't make up for them.
+
+    The least of those errors is found by bisection over the bits of an integer, as a percentile is:
+    that takes a pass over the values for each bit, and sorting takes XLA longer.
 
     Args:
       values: split by ``cut.split``.
       scale: of each slice.
       qvalue: nearest values, of the shape of `values`.
       cut: the slices.
+      qmax: the largest number, and minus the least.
     """
     reduced = cut.reduced
     numbers = qvalue.astype(values.dtype)
     error = numbers - values / scale.astype(values.dtype)
-    total = lax.expand_dims(lax.reduce_sum(error, reduced), reduced)
+
+    def summed(x: jax.Array) -> jax.Array:
+        return lax.expand_dims(lax.reduce_sum(x, reduced), reduced)
+
+    total = summed(error)
     total = lax.select(lax.is_finite(total), total, lax.full_like(total, 0))
     count = lax.round(total, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
     side = lax.sign(count)
+    toward = side.astype(error.dtype)
+    may_move = (error * toward > 0) & (jnp.abs(numbers - toward) <= qmax)
+    count = jnp.minimum(jnp.abs(count), summed(may_move.astype(jnp.int32)))
     # Errors in the order of integers, all different within a slice of up to 2**13 values: those
     # that come first are larger. Beyond, values with equal errors may be moved together.
     place = jnp.zeros((1,) * values.ndim, jnp.int32)
@@ -158,14 +171,14 @@ def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slice
             jnp.int32, [n if a == axis else 1 for a, n in enumerate(values.shape)], axis
         )
     most = 2**_PLACE_BITS - 1
-    wide = lax.clamp(0.0, error * side.astype(error.dtype), 0.5) * 2**_ERROR_BITS
+    wide = jnp.clip(error * toward, 0, 0.5) * 2**_ERROR_BITS
     key = (wide.astype(jnp.int32) << _PLACE_BITS) + (most - (place & most))
+    key = jnp.where(may_move, key, -1)
 
     def step(i: jax.Array, least: jax.Array) -> jax.Array:
         trial = least | (1 << (30 - i))
-        reached = (key >= trial).astype(jnp.int32)
-        found = lax.expand_dims(lax.reduce_sum(reached, reduced), reduced)
-        return jnp.where(found >= lax.abs(count), trial, least)
+        found = summed((key >= trial).astype(jnp.int32))
+        return jnp.where(found >= count, trial, least)
 
     # Like `count`, zeros that vary over the devices of a shard_map.
     least = lax.fori_loop(0, 31, step, count - count)
