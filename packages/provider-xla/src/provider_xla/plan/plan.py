@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import jax
 
@@ -602,3 +602,12 @@ def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
             f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
             "function with the lengths, numbers and flags of the plan, or make a plan for these."
         ) from error
+
+
+_OURS = ("params", "prefix", "weights", "derived", "rules", "adapters")
+"""What ``save`` and ``load`` read of a plan of provider-xla."""
+
+
+def is_ours(plan: Any) -> TypeGuard[Plan]:
+    """Return whether a plan has what provider-xla's have."""
+    return all(hasattr(plan, name) for name in _OURS)
