@@ -290,3 +290,29 @@ def test_64_bits(tmp_path):
         same(xla.load(path), tree)
     with pytest.raises(xla.StoreError, match="jax_enable_x64"):
         xla.load(path)
+
+
+def test_numpy_makes_parameters_of_64_bits(tmp_path):
+    """JAX has none where x64 is off: plans, what is stored, and files have what programs get."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(16, 8)), "bias": rng.normal(size=8), "count": np.array(3)}
+    x = rng.normal(size=(4, 16))
+
+    def model(params, x):
+        return jnp.dot(x, params["w"]) / params["count"].astype(x.dtype) + params["bias"]
+
+    plan = xla.PtqProvider("int8").plan(model, params, x)
+    stored = plan.quantize(params)
+    dtypes = {name: np.dtype(one.dtype).name for name, one in stored.items()}
+    assert dtypes == {"w": "float32", "bias": "float32", "count": "int32"}
+    assert jax.tree.map(lambda one: one.dtype, plan.quantized_types(params)) == jax.tree.map(
+        lambda one: one.dtype, stored
+    )
+    xla.save(tmp_path / "params.safetensors", stored, plan)
+    loaded = xla.load(tmp_path / "params.safetensors", plan=plan)
+    exact = x @ np.asarray(qn.dequantize(plan.convert(stored)["w"]), np.float64)
+    exact = exact / params["count"] + params["bias"]
+    for given in (stored, loaded):
+        np.testing.assert_allclose(plan.apply()(given, x), exact, rtol=1e-4, atol=1e-4)
+    with pytest.raises(xla.QuantizationError, match="made for f32"):
+        plan.quantize({**params, "w": params["w"].astype(np.float16)})

@@ -20,6 +20,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
 from ..forms import restored
 from ..program.arrays import (
+    as_jax,
     by_path,
     by_position,
     is_array,
@@ -442,7 +443,8 @@ def make_plan(
     """
     found, params_tree = by_path(params, rules.params)
     given = {path: leaf for path, leaf in found.items() if is_array(leaf)}
-    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
+    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, as_jax(leaf.dtype))
+              for path, leaf in given.items()}  # fmt: skip
     abstract = rebuilt(params_tree, [*{**found, **leaves}.values()])
     # One abstract run finds the operations, and what each asks of its parameters.
     survey = Survey(rules, leaves)

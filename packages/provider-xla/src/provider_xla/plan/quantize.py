@@ -16,6 +16,7 @@ from interception_core.log import progress
 from ..errors import QuantizationError
 from ..kernels.packed import of_panels, pack, packed_type, packing_of
 from ..program.arrays import (
+    as_jax,
     by_path,
     followed,
     is_array,
@@ -47,7 +48,7 @@ def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = Tr
     with progress(total=total, **how) as bar:
         for path, leaf in given.items():
             size = getattr(leaf, "nbytes", 0)
-            stored, weight = leaf, plan.weights.get(path)
+            stored, weight = _as_planned(plan, path, leaf), plan.weights.get(path)
             if weight is not None:
                 stored = quantize_leaf(weight, leaf, check=not donate)
                 stored = prepack_leaf(weight, stored) if prepack else stored
@@ -92,11 +93,21 @@ def check_parameters(
                 f"{about} is {leaf!r}, and only arrays can be quantized. Plan with abstract "
                 "parameters, quantize real ones; plan.quantized_types has the types of the result."
             )
-        if leaf.shape != expected.shape or leaf.dtype != expected.dtype:
+        if leaf.shape != expected.shape or as_jax(leaf.dtype) != expected.dtype:
             raise QuantizationError(
                 f"{about} is {short(leaf)}, but the plan was made for {short(expected)}. "
                 "Make the plan for these parameters."
             )
+
+
+def _as_planned(plan: Any, path: str, leaf: Any) -> Any:
+    """Return a parameter, or its type, with the dtype that it has in the program."""
+    expected = plan.leaves.get(path)
+    if expected is None or leaf.dtype == expected.dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=expected.dtype)
+    return leaf.astype(expected.dtype)
 
 
 def _because(plan: Any, path: str) -> str:
@@ -185,7 +196,8 @@ def quantized_types(plan: Any, params: Any, *, prepack: bool = True) -> Any:
     leaves = []
     for path, leaf in given.items():
         weight = plan.weights.get(path)
-        stored = leaf if weight is None else _stored_type(weight, leaf, prepack)
+        stored = _as_planned(plan, path, leaf)
+        stored = stored if weight is None else _stored_type(weight, stored, prepack)
         leaves.append(carried(plan, path, leaf, stored, derived))
     return rebuilt(treedef, leaves)
 
