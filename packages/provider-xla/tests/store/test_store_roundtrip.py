@@ -305,14 +305,13 @@ def test_numpy_makes_parameters_of_64_bits(tmp_path):
     stored = plan.quantize(params)
     dtypes = {name: np.dtype(one.dtype).name for name, one in stored.items()}
     assert dtypes == {"w": "float32", "bias": "float32", "count": "int32"}
-    assert jax.tree.map(lambda one: one.dtype, plan.quantized_types(params)) == jax.tree.map(
-        lambda one: one.dtype, stored
-    )
+    types = plan.quantized_types(params)
+    assert [x.dtype for x in jax.tree.leaves(types)] == [x.dtype for x in jax.tree.leaves(stored)]
     xla.save(tmp_path / "params.safetensors", stored, plan)
     loaded = xla.load(tmp_path / "params.safetensors", plan=plan)
     exact = x @ np.asarray(qn.dequantize(plan.convert(stored)["w"]), np.float64)
     exact = exact / params["count"] + params["bias"]
-    for given in (stored, loaded):
-        np.testing.assert_allclose(plan.apply()(given, x), exact, rtol=1e-4, atol=1e-4)
+    for held in (stored, loaded):
+        np.testing.assert_allclose(plan.apply()(held, x), exact, rtol=1e-4, atol=1e-4)
     with pytest.raises(xla.QuantizationError, match="made for f32"):
         plan.quantize({**params, "w": params["w"].astype(np.float16)})
