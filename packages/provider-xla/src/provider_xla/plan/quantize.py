@@ -48,7 +48,7 @@ def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = Tr
     with progress(total=total, **how) as bar:
         for path, leaf in given.items():
             size = getattr(leaf, "nbytes", 0)
-            stored, weight = _as_planned(plan, path, leaf), plan.weights.get(path)
+            stored, weight = leaf, plan.weights.get(path)
             if weight is not None:
                 stored = quantize_leaf(weight, leaf, check=not donate)
                 stored = prepack_leaf(weight, stored) if prepack else stored
@@ -100,16 +100,6 @@ def check_parameters(
             )
 
 
-def _as_planned(plan: Any, path: str, leaf: Any) -> Any:
-    """Return a parameter, or its type, with the dtype that it has in the program."""
-    expected = plan.leaves.get(path)
-    if expected is None or leaf.dtype == expected.dtype:
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=expected.dtype)
-    return leaf.astype(expected.dtype)
-
-
 def _because(plan: Any, path: str) -> str:
     weight = plan.weights.get(path)
     return "" if weight is None else f" (rule {weight.rule})"
@@ -127,7 +117,14 @@ def _derived(
 
 
 def carried(plan: Any, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
-    """Return a stored parameter with the derived weights, by name, that are stored for it."""
+    """Return a stored parameter with the derived weights, by name, that are stored for it.
+
+    One that no rule quantizes has the dtype of the program's input, as quantized ones have.
+    """
+    dtype = plan.leaves[path].dtype if path in plan.leaves else getattr(leaf, "dtype", None)
+    if stored is leaf and is_array(leaf) and leaf.dtype != dtype:
+        is_type = isinstance(leaf, jax.ShapeDtypeStruct)
+        stored = leaf.update(dtype=dtype) if is_type else leaf.astype(dtype)
     beside = plan.beside(path)
     if not beside and path not in plan.absorbed and path not in plan.derived_from:
         return stored
@@ -138,7 +135,7 @@ def carried(plan: Any, path: str, leaf: Any, stored: Any, derived: Mapping[str, 
         tuple((key, one.expression.loops) for key, one in made.items()),
         plan.rules.is_parameter,
         tuple(leaf.shape),
-        leaf.dtype,  # that of a PRNG key is JAX's
+        dtype,  # that of a PRNG key is JAX's
         tuple((key, tuple(one.leaves)) for key, one in made.items()),
     )
 
@@ -196,8 +193,7 @@ def quantized_types(plan: Any, params: Any, *, prepack: bool = True) -> Any:
     leaves = []
     for path, leaf in given.items():
         weight = plan.weights.get(path)
-        stored = _as_planned(plan, path, leaf)
-        stored = stored if weight is None else _stored_type(weight, stored, prepack)
+        stored = leaf if weight is None else _stored_type(weight, leaf, prepack)
         leaves.append(carried(plan, path, leaf, stored, derived))
     return rebuilt(treedef, leaves)
 
