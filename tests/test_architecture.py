@@ -1,11 +1,14 @@
 """Names: of files on the page that says where things are, and public ones."""
 
 import importlib
+import pkgutil
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from hijax_trace import compat
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -53,3 +56,11 @@ def test_public_names_stay_what_they_are(stub):
             importlib.import_module(f"{package}.{name}")
             found = getattr(importlib.import_module(package), name)
             assert not isinstance(found, ModuleType), f"{package}.{name} is also a module"
+
+
+def test_subjects_of_compat_do_not_hide_names_of_each_other():
+    """hijax_trace.compat has all names of its modules, by star imports: the last one would win."""
+    for module in pkgutil.iter_modules(compat.__path__, f"{compat.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if not name.startswith("_"):
+                assert getattr(compat, name) is value, f"{module.name}.{name}"

@@ -35,7 +35,7 @@ def check(name, found, expected, bound):
 
 
 def matmuls():
-    for rows in (1, 7, 64):  # one row, a few, and blocks of them have code of their own
+    for rows in (1, 7, 64):  # one row, a few, and blocks of them have separate code
         x = numbers(rows, 256)
         whole, scale = quantized(x, 1)
         for bits, pack, digits, floats in (

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from hijax_trace import TraceEngine
+from interception_core import Interceptor
 from jaxtap_testkit.numbers import normal
 from provider_xla import PtqProvider, QuantizationRule
 
@@ -35,7 +37,15 @@ def calls(fn, *args):
     return count
 
 
+@pytest.fixture(scope="module")
+def taps_of_another_program():
+    """Functions that another interceptor tapped once are not tapped for the plan's."""
+    handlers = dict.fromkeys(("jax.nn.relu", "jax.numpy.tanh"), lambda call, x: NotImplemented)
+    TraceEngine().wrap(lambda x: jax.nn.relu(jnp.tanh(x)), Interceptor(handlers))(jnp.ones(3))
+
+
 @pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.usefixtures("taps_of_another_program")
 def test_a_layer_more_of_a_quantized_program(between):
     w, x = normal(24, 24), jnp.ones((3, 24))
 

@@ -175,11 +175,10 @@ class QualityReport(Results):
 _RIGHT = frozenset({"SQNR dB", "max error", "Mflop", "float ms", "ms", "share", "bytes"})
 
 
+# The keys of operations in JSON, in this order: attributes of OpQuality and of FloatOp.
 _RECORD = ("op_id", "op_name", "operands")
-_OP = (
-    *(*_RECORD, "qtypes", "rule", "paths", "kernel", "kernel_reason", "calls", "error", "steps"),
-    *("flops", "float_seconds", "seconds", "share", "ranges"),
-)
+_MEASURED = ("calls", "error", "steps", "flops", "float_seconds", "seconds", "share", "ranges")
+_OP = (*_RECORD, "qtypes", "rule", "paths", "kernel", "kernel_reason", *_MEASURED)
 _FLOAT_OP = (*_RECORD, "rule", "reason", "paths", "kernel", "flops")
 
 

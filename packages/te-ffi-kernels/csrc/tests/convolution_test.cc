@@ -355,8 +355,8 @@ TEST(convolutions_round_results_as_quotients) {
   }
 }
 
-// Results that go to int8 in one step, from sums and a bias alone: close to the middle between two whole
-// numbers, on it, beyond what is int8, and with scales whose products are no normal numbers.
+// Results that go to int8 in one step, from sums and a bias alone: close to the middle between two
+// whole numbers, on it, beyond what is int8, and with scales whose products are no normal numbers.
 TEST(convolutions_round_results_in_one_step) {
   std::mt19937 random(49);
   const float scales[][2] = {{0.02f, 0.043f}, {0.25f, 1.0f},      {0.02f, 7e-4f},  {1e-20f, 1e-22f},

@@ -111,7 +111,8 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
         if folded is not None:
             pairs = zip(folded, avals, strict=True)
             return [trace.new_const(const, info, aval) for const, aval in pairs]
-    # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
+    # As `emit_eqn`, `newvar` and `add_eqn` of JAX do, in a third of their calls: it is most of what
+    # tracing a layer costs.
     frame = trace.frame
     variables = [core.Var(var.aval) for var in eqn.outvars]
     if not frame.is_high:

@@ -1,4 +1,9 @@
-"""References: JAX's mutable arrays, of which Boxes are made."""
+"""References: JAX's mutable arrays, of which Boxes are made.
+
+JAX has no rule, or a stricter one, for some of what programs do with Boxes in branches, loops and
+under ``vmap``. The rules here take their place in JAX's tables, for the whole process. For programs
+without references each calls the rule of JAX that it replaced.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +209,8 @@ def _cond_partly(trace: Any, *tracers: Any, branches: tuple[Any, ...], **params:
     for value, is_written in zip(after, made.written, strict=True):
         if is_written and isinstance(value, partial_eval.JaxprTracer) and value._trace is trace:
             raise NotImplementedError(
-                "A branch must not write what depends on a tangent to a reference without one."
+                "A value that a branch writes to a Box from outside of grad must not be "
+                "differentiated, got one that is. Write box.set(jax.lax.stop_gradient(value))."
             )
     with core.set_current_trace(trace.parent_trace):
         made.write(refs, after)
@@ -243,6 +249,8 @@ def _while_partly(trace: Any, *tracers: Any, **params: Any) -> Any:
     count = len(made.out_avals) - len(refs)
     after = [trace.to_jaxpr_tracer(value).pval.get_known() for value in results[count:]]
     if any(value is None for value in after):
+        # What it leaves in a reference is unknown: JAX's own rule then. What was made above
+        # goes, as nothing uses it.
         return _while_evaluated(trace, *tracers, **params)
     with core.set_current_trace(trace.parent_trace):
         for ref, value in zip(refs, after, strict=True):

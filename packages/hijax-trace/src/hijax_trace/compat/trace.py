@@ -41,7 +41,7 @@ def stage(
 
 
 debug_info: Callable[[str, Any, tuple, dict[str, Any]], Any] = _api_util.debug_info
-"""Returns the names of a function and its arguments, and what it is traced for, the first."""
+"""Returns the names of a function and its arguments. The first says what it is traced for."""
 
 
 def more_inputs(trace: Any, avals: Iterable[Any]) -> list[Any]:

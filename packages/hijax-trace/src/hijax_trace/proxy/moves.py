@@ -347,10 +347,9 @@ SAME_ELEMENTS = frozenset(
 
 
 _ELEMENTWISE = SAME_ELEMENTS | frozenset(
-    (
-        *("add", "and", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul"),
-        *("ne", "not", "or", "sub", "xor"),
-    )
+    {"add", "convert_element_type", "max", "min", "mul", "sub"}
+    | {"eq", "ge", "gt", "le", "lt", "ne"}
+    | {"and", "not", "or", "xor"}
 )
 """Primitives whose element of a mask depends on the same elements of their operands alone."""
 

@@ -101,12 +101,14 @@ def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwarg
     def call(*args: Any, **kwargs: Any) -> Any:
         return original(_with_scope(instance, state), *args, **kwargs)
 
-    if site is not None:
-        return run(site, call, state, rest, kwargs)
+    alone: Scope | None = None
     if isinstance(state, Scope) and state.parent is None and not state.asleep:
-        observer = state.activation.observer
-        if observer is not None:
-            return observer.call(instance, call, rest, kwargs)
+        alone = state
+    # A site stays when its interceptor is gone: it says nothing about the one that is active.
+    if site is not None and (alone is None or site in alone.activation.table):
+        return run(site, call, state, rest, kwargs)
+    if alone is not None and alone.activation.observer is not None:
+        return alone.activation.observer.call(instance, call, rest, kwargs)
     return call(*rest, **kwargs)
 
 

@@ -77,7 +77,7 @@ def fused_op() -> Callable[..., Any] | None:
 def _of_examples(shape: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     """Return the batch axes of a tensor; none if each example is one number.
 
-    The mean of the extremes of such examples is the mean of the numbers, which is no range of them:
+    The mean of the extremes of such examples is the mean of the numbers, which does not hold them:
     half of the outputs of a regression would be cut off.
     """
     return () if math.prod(shape[axis] for axis in batch) == math.prod(shape) else batch
@@ -154,7 +154,8 @@ def at_site(
     if not x.size:
         return x, seen  # an empty tensor has no range
     axes = how.axes_of(x.shape)
-    # Under ``vmap`` the kernel takes the mean over examples, which may not be one number each.
+    # A tensor of one number may be one example of a ``vmap``: the kernel would take the mean of
+    # all examples, which does not hold them (see `_of_examples`).
     fused = fused_op() if quantize and x.size > 1 and how.is_fused(axes, x.dtype) else None
     if fused is not None:
         out, _, seen = fused(

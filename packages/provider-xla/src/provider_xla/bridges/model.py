@@ -272,7 +272,7 @@ def merge_model(model: Any) -> Any:
 
 
 def _is_stored_by_another(quantized: Quantized | None) -> bool:
-    """Return whether another provider's plan stored a model's parameters, in forms of its own."""
+    """Return whether another provider's plan stored a model's parameters, in that one's forms."""
     if quantized is None or keeps_floats(quantized.provider):
         return False
     return quantized.plan is not None and not is_ours(quantized.plan)

@@ -584,7 +584,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
 
 
 def packed_type(q: Any, packing: Packing) -> Any:
-    """Return the type that ``prepack`` returns for an array's type."""
+    """Return the type that ``pack`` returns for an array's type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 
 

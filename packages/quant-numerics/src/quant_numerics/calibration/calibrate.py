@@ -314,8 +314,8 @@ def bounds(
         )
     if method.name == "balanced" and kind.asymmetric is None:
         raise ValueError(
-            f"the calibration method 'balanced' is for integer qtypes, whose steps are all alike, "
-            f"got {kind.name!r}. Use 'absmax'."
+            f"the qtype of the calibration method 'balanced' must be an integer one, whose steps "
+            f"are all alike, got {kind.name!r}. Use 'absmax'."
         )
     # lax, not jnp, here: jnp's own jits would double the time to trace a quantized model.
     if method.name == "minmax":

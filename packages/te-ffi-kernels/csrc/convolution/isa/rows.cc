@@ -1,6 +1,6 @@
 // Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers: in int32
-// with instructions that multiply int8, else in float32, which holds them, so that a fused multiply-add gives
-// the same bits as two operations.
+// with instructions that multiply int8, else in float32, which holds them, so that a fused
+// multiply-add gives the same bits as two operations.
 
 #include <algorithm>
 #include <limits>
@@ -413,9 +413,9 @@ __attribute__((noinline)) void put_rest(const Results& to, const Channels& of, i
   put_exactly<F32, true>(to, of, pixel, channel, found, where);
 }
 
-// Results of sums, of pixels that follow each other: where they are int8 of float32, in one step, unless
-// one of them is not safe. Beside a residual, whose size is not known, none is. Generic C++ has no
-// instruction for it.
+// Results of sums, of pixels that follow each other: where they are int8 of float32, in one step,
+// unless one of them is not safe. Beside a residual, whose size is not known, none is. Generic C++
+// has no instruction for it.
 template <class Format, bool kToInt8, class Sum, int kCount, class Where>
 JAXTAP_INLINE void put(const Results& to, const Channels& of, const Nearly& nearly, int64_t pixel,
                        int64_t channel, const Sum (&sums)[kCount], Where where) {

@@ -117,7 +117,7 @@ def measure(site: Site, side: int) -> qn.Calibration:
     Each bound is the extreme over all axes but the rule's batch axes, and the mean over those and
     over the examples that the program maps by ``vmap``. It is the extreme over all if there are no
     batch axes, for delayed scaling, of a parameter, and if each example is one number: the mean of
-    numbers is no range of them.
+    numbers does not hold them.
     """
     x, axes = activation_of(site, side), _examples(site, side)
     has_one = math.prod(x.shape[axis] for axis in axes) == x.size
