@@ -121,8 +121,9 @@ def carried(plan: Any, path: str, leaf: Any, stored: Any, derived: Mapping[str, 
 
     One that no rule quantizes has the dtype of the program's input, as quantized ones have.
     """
-    dtype = plan.leaves[path].dtype if path in plan.leaves else getattr(leaf, "dtype", None)
-    if stored is leaf and is_array(leaf) and leaf.dtype != dtype:
+    # Leaves of other kinds are neither in a plan's list of arrays nor changed.
+    dtype: Any = plan.leaves[path].dtype if path in plan.leaves else None
+    if stored is leaf and dtype is not None and leaf.dtype != dtype:
         is_type = isinstance(leaf, jax.ShapeDtypeStruct)
         stored = leaf.update(dtype=dtype) if is_type else leaf.astype(dtype)
     beside = plan.beside(path)
