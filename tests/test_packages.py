@@ -137,7 +137,8 @@ CHECKS = {
     "plan.apply()(stored, w, adapters=adapters); plan.merge(stored, adapters)",
     "provider-xla-models": "import interception_core as ic; "
     "names = {spec.name for spec in ic.declared_specs(ic.BridgeSpec)}; "
-    "assert names == {'nnx', 'linen', 'equinox'}, names",
+    "assert names == {'nnx', 'linen', 'equinox'}, names; "
+    "import provider_xla as xla; xla.quantize_model, xla.merge_model",
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",

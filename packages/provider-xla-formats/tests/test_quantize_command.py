@@ -129,6 +129,25 @@ def test_json(capsys, tmp_path, file, floats):
     assert content["bytes_after"] < 0.3 * content["bytes_before"]
 
 
+def test_numbers_of_64_bits(capsys, tmp_path, file, floats):
+    """JAX has none where x64 is off, and a shell cannot convert the file."""
+    from safetensors.numpy import save_file
+
+    _, tensors = floats
+    source, out = tmp_path / "wide.safetensors", tmp_path / "out.safetensors"
+    save_file({name: array.astype(np.float64) for name, array in tensors.items()}, source)
+    run(capsys, f"{file}:fn", source, out, "f32[4,32]", "--preset", "int8")
+    stored = xla.load(out)
+    near(stored, tensors)
+    assert stored["scale"].dtype == np.float32
+    count = {"count": np.array([2**40])}
+    save_file({**tensors, **count}, source)
+    said = run(
+        capsys, f"{file}:fn", source, out, "f32[4,32]", "--preset", "int8", "--overwrite", status=1
+    )
+    assert "must be int32 or narrower, got int64" in said.err
+
+
 def test_what_is_there_stays_without_a_word(capsys, tmp_path, file, floats):
     source, tensors = floats
     out = tmp_path / "out.safetensors"

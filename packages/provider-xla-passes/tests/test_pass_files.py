@@ -108,3 +108,24 @@ def test_a_file_where_this_package_is_missing(tmp_path):
     without = installed_plugins(without={"provider-xla-passes"})
     with without, pytest.raises(xla.StoreError, match=told):
         xla.load(path)
+
+
+def test_numpy_makes_parameters_of_64_bits(tmp_path):
+    """Where x64 is off, what passes store beside weights has the dtype that the program gets."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(32, 16)), "bias": rng.normal(size=16)}
+    x = jnp.asarray(rng.normal(size=(64, 32)), jnp.float32)
+
+    def model(params, x):
+        return jnp.dot(x, params["w"]) + params["bias"]
+
+    plan = xla.PtqProvider("int4").plan(model, params, x)
+    # A warning of JAX about float64 is an error here.
+    plan.allocate(params, x, budget_bits=5)
+    stored = plan.optimize(params, [(x,)], [xla.Gptq()]).params
+    xla.save(tmp_path / "a.safetensors", stored, plan)
+    loaded = xla.load(tmp_path / "a.safetensors", plan=plan)
+    assert loaded["bias"].dtype == np.float32
+    exact = np.asarray(x, np.float64) @ params["w"] + params["bias"]
+    error = np.linalg.norm(np.asarray(plan.apply()(loaded, x), np.float64) - exact)
+    assert error < 0.15 * np.linalg.norm(exact)

@@ -1,6 +1,7 @@
 """What a package of an extra brings, where it is not installed."""
 
 import importlib.util
+import subprocess
 import sys
 import types
 
@@ -91,6 +92,27 @@ def test_what_to_install_for_a_model(missing):
         pytest.raises(core.UnknownNameError, match="of a class"),
     ):
         xla.quantize_model(object(), "int8", jnp.ones((2, 4)))
+
+
+WITHOUT_MSGSPEC = """
+import sys
+sys.modules["msgspec"] = None  # importing it says that it is not installed
+import provider_xla as xla
+print(xla.quantize_model, xla.calibrate_model, xla.plan_model, xla.model_plan, xla.merge_model)
+try:
+    xla.save_model
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_models_need_no_library_of_files():
+    """A framework's extra brings none: only their files do."""
+    run = [sys.executable, "-c", WITHOUT_MSGSPEC]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "save_model needs msgspec" in done.stdout
+    assert "'provider-xla[safetensors]'" in done.stdout
 
 
 def test_what_to_install_for_a_form():

@@ -6,10 +6,15 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from interception_core import JaxtapError
 from provider_xla.cli import configure, make_plan, told
+
+if TYPE_CHECKING:
+    from .float_files import Source
 
 _DESCRIPTION = """
 FUNCTION is the function that uses the parameters of SOURCE, and each ARG one of its other
@@ -55,7 +60,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     if not args.json:
         print(str(plan).partition("\n")[0], flush=True)
     with told(f"{args.source} can't be quantized"):
-        quantize_file(plan, args.source, out, overwrite=args.overwrite)
+        quantize_file(plan, args.source, out, names=_narrowed, overwrite=args.overwrite)
     if args.json:
         found = {
             "out": str(out),
@@ -71,6 +76,25 @@ def run_quantize(args: argparse.Namespace) -> int:
         print(f"problem: {problem}")
     print(f"Wrote {out}.")
     return 0
+
+
+def _narrowed(name: str) -> Source:
+    """Return the tensor of a parameter as JAX takes it.
+
+    It has no 64 bits where x64 is off, and whoever has only a shell can neither switch that on nor
+    convert a file.
+    """
+    import jax
+
+    from .float_files import Source
+
+    def narrow(array: np.ndarray) -> np.ndarray:
+        found = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+        # Integers that do not fit would wrap around: reading them is an error then.
+        is_cut = array.dtype.kind in "iu" and (found != array).any()
+        return array if is_cut else found
+
+    return Source(name, transform=narrow)
 
 
 def read_types(source: Any) -> Any:

@@ -164,12 +164,14 @@ class TensorFiles(Mapping[str, Path]):
         return len(self._files)
 
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of each tensor that is not quantized."""
+        """Return the shape, and the dtype in JAX, of each tensor that is not quantized."""
         found = {}
         for name in self:
             kind, shape, _ = self._entry(name)
             if kind in _DTYPES and not kind.startswith("F8"):
-                found[name] = jax.ShapeDtypeStruct(shape, _DTYPES[kind])
+                # Where x64 is off, JAX has no 64 bits, and its types of them warn.
+                dtype = jax.dtypes.canonicalize_dtype(_DTYPES[kind])
+                found[name] = jax.ShapeDtypeStruct(shape, dtype)
         return found
 
     def read_float(self, name: str) -> np.ndarray:

@@ -38,13 +38,13 @@ from provider_xla_serve import model_parameters as model_parameters
 
 from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
+from .bridges.files import load_model as load_model
+from .bridges.files import save_model as save_model
 from .bridges.model import calibrate_model as calibrate_model
-from .bridges.model import load_model as load_model
 from .bridges.model import merge_model as merge_model
 from .bridges.model import model_plan as model_plan
 from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
-from .bridges.model import save_model as save_model
 from .errors import PlanDiff as PlanDiff
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning

@@ -290,3 +290,31 @@ def test_64_bits(tmp_path):
         same(xla.load(path), tree)
     with pytest.raises(xla.StoreError, match="jax_enable_x64"):
         xla.load(path)
+
+
+def test_numpy_makes_parameters_of_64_bits(tmp_path):
+    """JAX has none where x64 is off: plans, what is stored, and files have what programs get."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(16, 8)), "bias": rng.normal(size=8), "count": np.array(3)}
+    params["up"] = rng.normal(size=(16, 16))  # stored as what is computed from it alone
+    x = rng.normal(size=(4, 16))
+
+    def model(params, x):
+        x = jnp.dot(x, jnp.tanh(params["up"]))
+        return jnp.dot(x, params["w"]) / params["count"].astype(x.dtype) + params["bias"]
+
+    plan = xla.PtqProvider("int8").plan(model, params, x)
+    stored = plan.quantize(params)
+    dtypes = {name: np.dtype(one.dtype).name for name, one in stored.items()}
+    floats = dict.fromkeys(("w", "bias", "up"), "float32")
+    assert dtypes == {**floats, "count": "int32"}
+    types = plan.quantized_types(params)
+    assert [x.dtype for x in jax.tree.leaves(types)] == [x.dtype for x in jax.tree.leaves(stored)]
+    xla.save(tmp_path / "params.safetensors", stored, plan)
+    loaded = xla.load(tmp_path / "params.safetensors", plan=plan)
+    exact = np.asarray(model({k: v.astype(np.float32) for k, v in params.items()}, x))
+    worst = 0.02 * np.abs(exact).max()
+    for held in (stored, loaded):
+        np.testing.assert_allclose(plan.apply()(held, x), exact, atol=worst)
+    with pytest.raises(xla.QuantizationError, match="made for f32"):
+        plan.quantize({**params, "w": params["w"].astype(np.float16)})

@@ -129,7 +129,7 @@ class Measure:
     def restored(self, weight: WeightPlan) -> jax.Array:
         """Return the values that the quantized values of a weight stand for."""
         value = self._value(weight)
-        return _restored(quantize_leaf(weight, value), np.dtype(value.dtype))
+        return _restored(quantize_leaf(weight, value), weight.dtype)
 
     def is_changed(self, weight: WeightPlan) -> bool:
         """Return whether a weight loses anything when it is quantized."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import jax
 
@@ -20,6 +20,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
 from ..forms import restored
 from ..program.arrays import (
+    as_jax,
     by_path,
     by_position,
     is_array,
@@ -442,7 +443,8 @@ def make_plan(
     """
     found, params_tree = by_path(params, rules.params)
     given = {path: leaf for path, leaf in found.items() if is_array(leaf)}
-    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
+    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, as_jax(leaf.dtype))
+              for path, leaf in given.items()}  # fmt: skip
     abstract = rebuilt(params_tree, [*{**found, **leaves}.values()])
     # One abstract run finds the operations, and what each asks of its parameters.
     survey = Survey(rules, leaves)
@@ -602,3 +604,12 @@ def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
             f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
             "function with the lengths, numbers and flags of the plan, or make a plan for these."
         ) from error
+
+
+_OURS = ("params", "prefix", "weights", "derived", "rules", "adapters")
+"""What ``save`` and ``load`` read of a plan of provider-xla."""
+
+
+def is_ours(plan: Any) -> TypeGuard[Plan]:
+    """Return whether a plan has what provider-xla's have."""
+    return all(hasattr(plan, name) for name in _OURS)

@@ -16,6 +16,7 @@ from interception_core.log import progress
 from ..errors import QuantizationError
 from ..kernels.packed import of_panels, pack, packed_type, packing_of
 from ..program.arrays import (
+    as_jax,
     by_path,
     followed,
     is_array,
@@ -92,7 +93,7 @@ def check_parameters(
                 f"{about} is {leaf!r}, and only arrays can be quantized. Plan with abstract "
                 "parameters, quantize real ones; plan.quantized_types has the types of the result."
             )
-        if leaf.shape != expected.shape or leaf.dtype != expected.dtype:
+        if leaf.shape != expected.shape or as_jax(leaf.dtype) != expected.dtype:
             raise QuantizationError(
                 f"{about} is {short(leaf)}, but the plan was made for {short(expected)}. "
                 "Make the plan for these parameters."
@@ -116,7 +117,15 @@ def _derived(
 
 
 def carried(plan: Any, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
-    """Return a stored parameter with the derived weights, by name, that are stored for it."""
+    """Return a stored parameter with the derived weights, by name, that are stored for it.
+
+    One that no rule quantizes has the dtype of the program's input, as quantized ones have.
+    """
+    # Leaves of other kinds are neither in a plan's list of arrays nor changed.
+    dtype: Any = plan.leaves[path].dtype if path in plan.leaves else None
+    if stored is leaf and dtype is not None and leaf.dtype != dtype:
+        is_type = isinstance(leaf, jax.ShapeDtypeStruct)
+        stored = leaf.update(dtype=dtype) if is_type else leaf.astype(dtype)
     beside = plan.beside(path)
     if not beside and path not in plan.absorbed and path not in plan.derived_from:
         return stored
@@ -127,7 +136,7 @@ def carried(plan: Any, path: str, leaf: Any, stored: Any, derived: Mapping[str, 
         tuple((key, one.expression.loops) for key, one in made.items()),
         plan.rules.is_parameter,
         tuple(leaf.shape),
-        leaf.dtype,  # that of a PRNG key is JAX's
+        dtype,  # that of a PRNG key is JAX's
         tuple((key, tuple(one.leaves)) for key, one in made.items()),
     )
 

@@ -26,6 +26,14 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def as_jax(dtype: Any) -> Any:
+    """Return the dtype that an array has where a program gets it.
+
+    JAX has no 64 bits where x64 is off. NumPy makes them unless it is told otherwise.
+    """
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 def by_path(params: Any, prefix: str, is_leaf: Any = None) -> tuple[dict[str, Any], Any]:
     """Return the leaves of parameters by their pytree paths, and the structure of the tree."""
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import jax
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
 from ..errors import PlanDiff, StoreError, damaged
+from ..plan.plan import is_ours
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..tables import table
@@ -39,14 +40,6 @@ from .tree import indices, named_leaves, unique
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
-
-_OURS = ("params", "prefix", "weights", "derived", "rules", "adapters")
-"""What ``save`` and ``load`` read of a plan of provider-xla."""
-
-
-def is_ours(plan: Any) -> TypeGuard[Plan]:
-    """Return whether a plan has what provider-xla's have."""
-    return all(hasattr(plan, name) for name in _OURS)
 
 
 def check_storable(plan: Any, call: str) -> None:

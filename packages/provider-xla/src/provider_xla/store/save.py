@@ -14,13 +14,14 @@ from interception_core import StorablePlan
 
 from ..errors import QuantizationWarning, StoreError, StoreMismatchError
 from ..forms import AdaptedWeight
+from ..plan.plan import is_ours
 from ..plan.quantize import prepacked
 from ..plan.weight import Granularity
 from . import orbax, safetensors, shards
 from .diff import compare_template
 from .files import atomic_write
 from .forms import Form, put_together, take_apart
-from .manifest import Manifest, Opened, build, check_storable, is_ours
+from .manifest import Manifest, Opened, build, check_storable
 from .placing import find_placements, shardings_of
 from .safetensors import Writer
 from .schema import Tree
