@@ -239,7 +239,9 @@ def test_zeros_of_either_sign_are_told_apart():
         np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
 
 
-@pytest.mark.parametrize("transformed", [jax.vmap, jnp.vectorize, jax.grad], ids=str)
+@pytest.mark.parametrize(
+    "transformed", [jax.vmap, jnp.vectorize, jax.grad], ids=["vmap", "vectorize", "grad"]
+)
 def test_transformed_functions_that_may_change_are_staged_at_each_call(transformed, monkeypatch):
     module = types.ModuleType("a_module_that_changes")
     monkeypatch.setitem(sys.modules, module.__name__, module)
