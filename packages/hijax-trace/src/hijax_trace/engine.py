@@ -124,7 +124,8 @@ class _Tapped:
         for outer in Taps.observers():
             if isinstance(outer, Watcher):
                 outer.meet_tapped()
-        if self._current().taps.holds():
+        tapping = self._current()
+        if tapping.taps.holds():
             return self._fn(*args, **kwargs)
         packed, apart, lacking = restored(args, kwargs)
         held = {i: one.proxy for i, one in apart.items()}
@@ -135,17 +136,20 @@ class _Tapped:
             inputs = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
             held, replaced = without_replaced(held, dict(zip(paths, inputs, strict=True)))
             apart = {i: taken_apart(one) for i, one in held.items()}
-        watcher = Watcher(Session(self._current()))
         values = list(packed.arrays)
         avals = list(map(type_of, values))
         carried = _carried(packed, held)
         # JAX names inputs only if each leaf is one. Names take long to make.
         given = ((), {}) if apart else (args, kwargs)
-        how = given, packed, avals, apart, bool(carried), _arguments(own, avals)
-        while (staged := self._stage(watcher, *how)) is None:
+        arguments = _arguments(own, avals)
+        while True:
+            watcher = Watcher(Session(tapping))
+            staged = self._stage(watcher, given, packed, avals, apart, bool(carried), arguments)
+            if staged is not None:
+                break
             _log.debug("%r is traced again: handlers are asked in nested functions", self._fn)
             BY_PATH.add(self._interceptor)
-            watcher = Watcher(Session(self._current()))
+            tapping = self._current()
         jaxpr, consts, result, leaves = staged
         _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
         session = watcher.session

@@ -48,7 +48,7 @@ _CONTEXT = _Context()
 
 
 @functools.lru_cache(maxsize=256)
-def interned(context: Hashable) -> object:
+def _interned(context: Hashable) -> object:
     """Return an object that stands for JAX's configuration and is hashed fast."""
     return object()
 
@@ -61,7 +61,7 @@ def context_token() -> object:
     """
     context = compat.trace_context()
     if context != _CONTEXT.context:
-        _CONTEXT.context, _CONTEXT.token = context, interned(context)
+        _CONTEXT.context, _CONTEXT.token = context, _interned(context)
     return _CONTEXT.token
 
 
