@@ -10,6 +10,7 @@ from jax import lax
 
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import normal
+from jaxtap_testkit.xla_samples import dense
 
 RULES = {
     each: [odml.OdmlRule(weight_qtype="int8", output_qtype="int8", static_range=each)]
@@ -233,16 +234,6 @@ def test_a_branch_in_a_loop_that_is_differentiated():
 
 def test_what_a_rule_does_to_tangents_has_no_range():
     """Not even under the ids of what follows the call in the program."""
-
-    @jax.custom_jvp
-    def dense(x, w):
-        return jnp.tanh(x @ w)
-
-    @dense.defjvp
-    def _(primals, tangents):
-        (x, w), (dx, dw) = primals, tangents
-        y = dense(x, w)
-        return y, (1 - y * y) * (dx @ w + x @ dw)
 
     def model(by, params, x):
         y = by(x, params["w"])

@@ -1,7 +1,6 @@
 """What one more layer costs to trace, as calls of Python functions."""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import pytest
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
 from jaxtap_testkit.numbers import normal
+from jaxtap_testkit.programs import python_calls
 from provider_xla import PtqProvider, QuantizationRule
 
 FEW, MANY = 8, 40
@@ -22,19 +22,8 @@ MOST = {"nothing": 1.3, "tanh": 1.55, "relu": 1.6}
 
 def calls(fn, *args):
     """Return how many Python functions are called while a function is traced."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    old = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        jax.jit(lambda *args: fn(*args)).trace(*args)  # another function: JAX traces it again
-    finally:
-        sys.setprofile(old)
-    return count
+    new = jax.jit(lambda *args: fn(*args))  # JAX has traced the one before
+    return python_calls(new.trace, *args)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
-"""Functions as programs: compiled whole, where eager JAX compiles each operation."""
+"""Functions as programs: compiled whole, where eager JAX compiles each operation; and counted."""
 
 import functools
+import sys
 
 import jax
 import numpy as np
@@ -24,3 +25,20 @@ def as_program(fn):
         return run((tree, static), arrays)
 
     return call
+
+
+def python_calls(action, *args):
+    """Return how many Python functions are called while an action runs."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    old = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        action(*args)
+    finally:
+        sys.setprofile(old)
+    return count

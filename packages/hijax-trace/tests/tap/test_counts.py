@@ -1,13 +1,13 @@
 """How often handlers are asked, bodies traced, and how large the programs get."""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxtap_testkit.programs import python_calls
 from jaxtap_testkit.tap_helpers import Log, equations, look, stablehlo, tap, times
 
 pytestmark = pytest.mark.sample(2)
@@ -341,23 +341,6 @@ def test_staging_does_not_grow_with_calls(targets):
     assert len(sizes) == 1
 
 
-def python_calls(fn, *args):
-    """Return how many Python functions are called while a function is traced."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    old = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        jax.make_jaxpr(fn)(*args)
-    finally:
-        sys.setprofile(old)
-    return count
-
-
 def test_questions_in_a_derivative_cost_the_same_for_each_layer():
     """Handlers are asked while it is staged: each question takes in what is new alone."""
 
@@ -378,7 +361,7 @@ def test_questions_in_a_derivative_cost_the_same_for_each_layer():
     few, many = ([jnp.eye(4)] * n for n in (10, 80))
     jax.make_jaxpr(lambda *args: tapped(*args))(few, X)  # JAX's caches of small functions
     # A new function: JAX has traced the one before.
-    calls = [python_calls(lambda *args: tapped(*args), ws, X) for ws in (few, many)]
+    calls = [python_calls(jax.make_jaxpr(lambda *args: tapped(*args)), ws, X) for ws in (few, many)]
     assert calls[1] < 1.3 * 8 * calls[0]
 
 
@@ -411,7 +394,8 @@ def test_what_handlers_do_not_change_is_differentiated_as_the_calls_that_it_is(
         for count in (8, 48):
             run = functools.partial(wrapped, count)
             jax.make_jaxpr(lambda x: jax.grad(run)(x))(X)  # noqa: B023
-            found.append(python_calls(lambda x: jax.grad(run)(x), X))  # noqa: B023
+            new = jax.make_jaxpr(lambda x: jax.grad(run)(x))  # noqa: B023
+            found.append(python_calls(new, X))
         return found[1] - found[0]
 
     def tapped(count, x):
